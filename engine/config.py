@@ -1,0 +1,67 @@
+"""How the engine is to run: frozen, in sections, checked at construction. Values found at start are not in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache. ``memory_bytes`` wins over ``fraction`` (of the memory that is free after the weights are loaded)."""
+
+    block_size: int = 16
+    memory_bytes: int | None = None
+    fraction: float = 0.4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 1024:
+            raise ConfigError(f"block size must be between 1 and 1024 tokens, got {self.block_size}")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ConfigError(f"KV cache memory must be positive, got {self.memory_bytes} bytes")
+        if not 0.0 < self.fraction <= 1.0:
+            raise ConfigError(f"KV cache fraction must be above 0 and at most 1, got {self.fraction}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """One step holds at most ``max_num_batched_tokens`` tokens of at most ``max_num_seqs`` requests."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < 1:
+            raise ConfigError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine process needs to start. ``model_path`` is local: a folder in Hugging Face layout or a .gguf file.
+
+    ``dtype`` "auto" takes the checkpoint's, widened to float32 on a CPU. ``max_model_len`` None takes the model's own
+    context, shortened to what the cache can hold. ``num_threads`` None leaves torch's choice.
+    """
+
+    model_path: str
+    model_name: str
+    dtype: str = "auto"
+    device: str = "cpu"
+    attention_backend: str = "auto"
+    max_model_len: int | None = None
+    num_threads: int | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}; got {self.dtype!r}")
+        if self.attention_backend not in ("auto", "reference", "cpu"):
+            raise ConfigError(f"attention backend must be auto, reference or cpu; got {self.attention_backend!r}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
