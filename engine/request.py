@@ -44,6 +44,9 @@ class Namespace(NamedTuple):
     rope_class: int = 0
 
 
+PUBLIC_NAMESPACE = Namespace()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. Valid once constructed.
@@ -100,7 +103,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
-    namespace: Namespace = Namespace()
+    namespace: Namespace = PUBLIC_NAMESPACE
     arrival_time: float = 0.0
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0

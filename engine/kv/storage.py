@@ -1,0 +1,37 @@
+"""The bytes of the KV cache: one tensor, one row for each block. The only torch in this package."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import InsufficientMemoryError
+from engine.kv.format import KVFormat
+
+
+class KVStorage:
+    """A uint8 tensor [num_blocks, block_bytes] and its typed views. On a CPU, memory is committed as blocks are first written."""
+
+    def __init__(self, fmt: KVFormat, num_blocks: int, device: torch.device) -> None:
+        self.format = fmt
+        self.num_blocks = num_blocks
+        try:
+            self.bytes = torch.empty((num_blocks, fmt.block_bytes), dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise InsufficientMemoryError(
+                f"cannot reserve {num_blocks} KV blocks of {fmt.block_bytes} bytes ({num_blocks * fmt.block_bytes} in all)"
+                f" on {device}; lower --kv-cache-memory"
+            ) from error
+        self.elements = self.bytes.view(getattr(torch, fmt.dtype))  # [num_blocks, block_elements]
+
+    def k(self, layer: int) -> torch.Tensor:
+        """The layer's K tiles: [num_blocks, num_kv_heads, block_size, head_dim], a view."""
+        return self._tiles(self.format.k_offset(layer))
+
+    def v(self, layer: int) -> torch.Tensor:
+        """The layer's V tiles: [num_blocks, num_kv_heads, block_size, head_dim], a view."""
+        return self._tiles(self.format.v_offset(layer))
+
+    def _tiles(self, offset: int) -> torch.Tensor:
+        fmt = self.format
+        flat = self.elements[:, offset : offset + fmt.tile_elements]
+        return flat.view(self.num_blocks, fmt.num_kv_heads, fmt.block_size, fmt.head_dim)

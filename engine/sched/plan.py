@@ -1,0 +1,66 @@
+"""What a step will do and what came of it: the only things that pass between the scheduler and the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How the next token of a sequence is drawn: the same (seed, position) gives the same draw, whoever shares the batch.
+
+    ``position`` counts the sequence's output tokens so far. ``banned_token_ids`` may not be drawn (min_tokens not reached).
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    banned_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute ``token_ids`` at positions start, start + 1, ...; their K and V go to the slots that ``block_table`` gives.
+
+    ``sample`` is None while the sequence's last known token is not among them.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    rope_class: int
+    sample: SampleSpec | None
+
+    @property
+    def seq_len(self) -> int:
+        """Context length once these tokens are computed."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Each request once; the tokens are within the budget; no two sequences write to one block."""
+
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The outcome of one ``SampleSpec``: a token, or the reason why there is none."""
+
+    token_id: int | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One entry for each sequence of the plan, in its order; None where nothing was to be sampled."""
+
+    tokens: tuple[SampledToken | None, ...]
