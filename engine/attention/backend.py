@@ -27,7 +27,7 @@ class AttentionBackend(Protocol):
 
 
 def choose_backend(name: str, storage: KVStorage) -> AttentionBackend:
-    """"auto" takes the CPU kernels on a CPU and the reference elsewhere."""
+    """ "auto" takes the CPU kernels on a CPU and the reference elsewhere."""
     from engine.attention.cpu import CPUAttention
     from engine.attention.reference import ReferenceAttention
 

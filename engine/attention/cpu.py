@@ -97,5 +97,7 @@ class CPUAttention:
             queries, self._pool, fmt.k_offset(layer), fmt.v_offset(layer), plan.tables, plan.units,
             np.float32(fmt.head_dim**-0.5), fmt.block_size, partial, peaks, totals,
         )  # fmt: skip
-        cpu_kernels.merge(partial, peaks, totals, plan.first_unit, queries)  # the queries are spent: their memory takes the result
+        cpu_kernels.merge(
+            partial, peaks, totals, plan.first_unit, queries
+        )  # the queries are spent: their memory takes the result
         out[plan.rows] = torch.from_numpy(queries).view(len(plan.rows), q.shape[1], fmt.head_dim).to(out.dtype)

@@ -11,8 +11,8 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class KVFormat:
     """The layout of one block: ``block_size`` tokens, all layers, one contiguous run of bytes.
 
-        block: | layer 0: K tile, V tile | layer 1: K tile, V tile | ...
-        tile:  [num_kv_heads, block_size, head_dim] of ``dtype``
+    block: | layer 0: K tile, V tile | layer 1: K tile, V tile | ...
+    tile:  [num_kv_heads, block_size, head_dim] of ``dtype``
     """
 
     dtype: str

@@ -26,9 +26,9 @@ class _BlockTable:
 class KVCacheManager:
     """Hands out blocks to requests and finds them again by their tokens.
 
-        match_prefix  looks            allocate  takes blocks for tokens to come
-        admit         takes a match    commit    publishes what was computed
-        free          gives all back; what was committed stays cached until its block is needed
+    match_prefix  looks            allocate  takes blocks for tokens to come
+    admit         takes a match    commit    publishes what was computed
+    free          gives all back; what was committed stays cached until its block is needed
     """
 
     def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:

@@ -1,0 +1,259 @@
+"""The API side of the engine: a stream for each request, aborts, health, and a supervisor that restarts a dead engine.
+
+Knows the engine only as a process that exchanges messages. Imports neither torch nor numba.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from enum import Enum
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.engine_process import EngineProcess
+from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError, RequestFailedError, StartupError
+from engine.messages import Abort, Add, Outputs
+from engine.request import FinishReason, Namespace, RequestOutput, SamplingParams, TokenEvent
+from engine.stats import Admission, EngineInfo, StepStats
+from engine.tokenizer import TextAssembler, Tokenizer
+
+logger = logging.getLogger("octavo.engine")
+
+MAX_BACKOFF_SECONDS = 30.0
+
+
+class EngineStatus(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+    STOPPED = "stopped"
+
+
+class EngineListener(Protocol):
+    """Who wants to know what happens, such as the metrics. Called on the event loop; must be quick and must not raise."""
+
+    def on_step(self, stats: StepStats) -> None: ...
+
+    def on_admission(self, admission: Admission) -> None: ...
+
+    def on_token(self, seconds: float, *, first: bool) -> None:
+        """``seconds`` since the request's arrival for its first token, since its previous token for the others."""
+
+    def on_finish(self, reason: FinishReason, seconds: float) -> None: ...
+
+    def on_restart(self) -> None:
+        """The engine died: nothing runs, waits or is cached any more."""
+
+
+class _Stream:
+    """One request on the API side. The receiving loop writes it, the request's coroutine reads its queue."""
+
+    def __init__(self, assembler: TextAssembler, arrival_time: float) -> None:
+        self.assembler = assembler
+        self.arrival_time = arrival_time
+        self.last_token_time: float | None = None
+        self.is_finished = False
+        self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+
+class AsyncEngine:
+    """The engine as the server sees it. Use from one event loop: ``start``, then ``generate`` any number of times, then ``stop``."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        listener: EngineListener,
+        on_progress: Callable[[str, float | None], None] = lambda stage, share: None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_restarts = 0
+        self._config = config
+        self._listener = listener
+        self._on_progress = on_progress
+        self._status = EngineStatus.STARTING
+        self._info: EngineInfo | None = None
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._streams: dict[str, _Stream] = {}
+
+    @property
+    def status(self) -> EngineStatus:
+        return self._status
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine settled on; None until it is ready for the first time."""
+        return self._info
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Spawn the engine and return when it is ready.
+
+        Raises:
+            StartupError: it cannot start; the process is gone.
+        """
+        self._process = await EngineProcess.spawn(self._config)
+        try:
+            self._info = await self._process.wait_ready(self._on_progress)
+        except StartupError:
+            await self._process.stop()
+            self._status = EngineStatus.STOPPED
+            raise
+        self._status = EngineStatus.READY
+        self._supervisor = asyncio.create_task(self._supervise(self._process), name="engine-supervisor")
+
+    async def stop(self) -> None:
+        """End the engine. Streams that still run get an EngineDeadError."""
+        self._status = EngineStatus.STOPPED
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._process is not None:
+            await self._process.stop()
+        self._fail_streams(EngineDeadError("the server is shutting down"))
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Refuse what cannot be served, before anything is sent.
+
+        Raises:
+            EngineDeadError: the engine is not up.
+            InvalidRequestError: no tokens, or an id outside the vocabulary.
+            ContextLengthError: prompt and max_tokens exceed the context.
+        """
+        info = self._info
+        if self._status is not EngineStatus.READY or info is None:
+            raise EngineDeadError(f"the engine is {self._status.value}; try again in a moment")
+        check_request(info, prompt_token_ids, sampling)
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One output for each token. Closing the generator early aborts the request in the engine.
+
+        Raises:
+            EngineDeadError, RequestFailedError: in the middle of the stream; and what ``check`` raises, at its start.
+        """
+        self.check(prompt_token_ids, sampling)
+        request_id = uuid.uuid4().hex
+        stream = self._open(request_id, tuple(prompt_token_ids), sampling, salt, arrival_time or time.monotonic())
+        try:
+            while True:
+                item = await stream.queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._close(request_id, stream)
+
+    def _open(
+        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, salt: str, arrival_time: float
+    ) -> _Stream:
+        assert self._process is not None
+        stream = _Stream(TextAssembler(self.tokenizer, sampling, prompt), arrival_time)
+        self._streams[request_id] = stream
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        self._process.send(Add(request_id, prompt, sampling, seed, Namespace(salt=salt), arrival_time))
+        return stream
+
+    def _close(self, request_id: str, stream: _Stream) -> None:
+        """The reader is gone. If the request still runs, the engine is told to end it."""
+        self._streams.pop(request_id, None)
+        if stream.is_finished:
+            return
+        self._end(stream, FinishReason.ABORT)
+        if self._process is not None and self._status is EngineStatus.READY:
+            self._process.send(Abort(request_id))
+
+    def _end(self, stream: _Stream, reason: FinishReason) -> None:
+        stream.is_finished = True
+        self._listener.on_finish(reason, time.monotonic() - stream.arrival_time)
+
+    async def _supervise(self, process: EngineProcess) -> None:
+        """Read what the engine says; when it dies, tell everyone and start another, for as long as we run."""
+        while True:
+            while (message := await process.receive()) is not None:
+                if isinstance(message, Outputs):
+                    self._dispatch(process, message)
+            self._status = EngineStatus.DEAD
+            logger.error("the engine process died with %d requests in flight; restarting it", len(self._streams))
+            self._listener.on_restart()
+            self._fail_streams(EngineDeadError("the engine process died; it is being restarted"))
+            await process.stop()
+            process = await self._restart()
+
+    async def _restart(self) -> EngineProcess:
+        backoff = 0.5
+        while True:
+            self.num_restarts += 1
+            self._process = await EngineProcess.spawn(self._config)
+            try:
+                self._info = await self._process.wait_ready(lambda stage, share: None)
+            except StartupError as error:
+                logger.error("the engine did not come back (%s); next try in %.1f s", error, backoff)
+                await self._process.stop()
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+                continue
+            self._status = EngineStatus.READY
+            logger.warning("the engine is back")
+            return self._process
+
+    def _dispatch(self, process: EngineProcess, outputs: Outputs) -> None:
+        now = time.monotonic()
+        for admission in outputs.admissions:
+            self._listener.on_admission(admission)
+        for event in outputs.events:
+            stream = self._streams.get(event.request_id)
+            if stream is not None and not stream.is_finished:
+                self._deliver(process, stream, event, now)
+        self._listener.on_step(outputs.stats)
+
+    def _deliver(self, process: EngineProcess, stream: _Stream, event: TokenEvent, now: float) -> None:
+        if event.finish_reason is FinishReason.ERROR:
+            self._end(stream, FinishReason.ERROR)
+            stream.queue.put_nowait(RequestFailedError(event.error or "the request failed in the engine"))
+            return
+        if event.token_id is not None:
+            since = stream.arrival_time if stream.last_token_time is None else stream.last_token_time
+            self._listener.on_token(now - since, first=stream.last_token_time is None)
+            stream.last_token_time = now
+        output = stream.assembler.push(event)
+        if output.finish_reason is not None:
+            self._end(stream, output.finish_reason)
+            if event.finish_reason is None:  # a stop string: the engine does not know it yet
+                process.send(Abort(event.request_id))
+        stream.queue.put_nowait(output)
+
+    def _fail_streams(self, error: Exception) -> None:
+        for stream in self._streams.values():
+            if not stream.is_finished:
+                self._end(stream, FinishReason.ERROR)
+                stream.queue.put_nowait(error)
+
+
+def check_request(info: EngineInfo, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    """See ``AsyncEngine.check``; the part that needs no living engine."""
+    if not prompt_token_ids:
+        raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
+    for ids, param in ((prompt_token_ids, "prompt"), (sampling.stop_token_ids, "stop_token_ids")):
+        if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise InvalidRequestError(f"token id {wrong} is out of vocabulary (0 to {info.vocab_size - 1})", param=param)
+    total = len(prompt_token_ids) + sampling.max_tokens
+    if total > info.max_model_len:
+        raise ContextLengthError(
+            f"this model's context is {info.max_model_len} tokens; the request asks for {total}"
+            f" ({len(prompt_token_ids)} of prompt and max_tokens {sampling.max_tokens}); shorten one of them",
+            param="prompt" if len(prompt_token_ids) >= info.max_model_len else "max_tokens",
+        )

@@ -1,0 +1,83 @@
+"""EngineCore: schedule, execute, update; nothing else. The same object runs in the engine process, in LLM and in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.request import Request, TokenEvent
+from engine.runner.runner import Runner
+from engine.sched.scheduler import Scheduler, StepCounts
+from engine.stats import Admission, CacheStats, StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step says to the outside."""
+
+    events: tuple[TokenEvent, ...]
+    admissions: tuple[Admission, ...]
+    stats: StepStats
+
+
+class EngineCore:
+    """One engine without threads, processes or clocks of its own."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, block_bytes: int, clock: Callable[[], float]) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._num_evicted_before = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> StepOutput:
+        """Advance every request that the step has room for. There must be work."""
+        start = self._clock()
+        plan = self.scheduler.schedule()
+        sampled = self._runner.execute(plan)
+        events = self.scheduler.update(plan, sampled)
+        counts = self.scheduler.take_counts()
+        return StepOutput(tuple(events), tuple(counts.admissions), self._stats(counts, self._clock() - start))
+
+    def idle_stats(self) -> StepStats:
+        """How the engine stands, for when aborts change it without a step."""
+        return self._stats(StepCounts(), 0.0)
+
+    def _stats(self, counts: StepCounts, seconds: float) -> StepStats:
+        num_evicted = self.scheduler.manager.num_evicted_blocks
+        newly_evicted, self._num_evicted_before = num_evicted - self._num_evicted_before, num_evicted
+        return StepStats(
+            num_scheduled_tokens=counts.num_scheduled_tokens,
+            num_prompt_tokens=counts.num_prompt_tokens,
+            num_sampled_tokens=counts.num_sampled_tokens,
+            num_recomputed_tokens=counts.num_recomputed_tokens,
+            num_preemptions=counts.num_preemptions,
+            num_evicted_blocks=newly_evicted,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            step_seconds=seconds,
+            cache=self._cache_stats(),
+        )
+
+    def _cache_stats(self) -> CacheStats:
+        manager = self.scheduler.manager
+        return CacheStats(
+            num_blocks=manager.num_blocks,
+            num_free_blocks=manager.num_free_blocks,
+            num_cached_blocks=manager.num_cached_blocks,
+            num_referenced_blocks=manager.num_referenced_blocks,
+            block_bytes=self._block_bytes,
+            block_size=manager.block_size,
+            num_context_tokens=self.scheduler.num_context_tokens,
+            num_table_blocks=manager.num_table_blocks,
+        )

@@ -1,0 +1,203 @@
+"""From an EngineConfig to an engine that runs: opens the model, plans the memory, builds and warms the parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.attention.backend import AttentionBackend, choose_backend
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import ConfigError, InsufficientMemoryError
+from engine.kv.format import ELEMENT_BYTES, KVFormat
+from engine.kv.manager import KVCacheManager
+from engine.kv.storage import KVStorage
+from engine.memory import available_bytes, plan_num_blocks
+from engine.model.llama import LlamaModel
+from engine.model.ops import Ops, TorchOps
+from engine.model.rope import RopeTable
+from engine.model.weights import Checkpoint, ModelWeights, load_weights, open_checkpoint
+from engine.model_config import ModelConfig
+from engine.request import SamplingParams
+from engine.runner.model_runner import ModelRunner
+from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
+from engine.sched.scheduler import Scheduler
+from engine.stats import EngineInfo
+
+OnProgress = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    core: EngineCore
+    info: EngineInfo
+    runner: ModelRunner
+
+
+def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, share: None) -> LoadedEngine:
+    """Build everything. ``on_progress`` hears of each stage and, where it is known, the share of it that is done.
+
+    Raises:
+        StartupError: the model cannot be served as asked; the message says why in one line.
+    """
+    on_progress("opening the model", None)
+    checkpoint = open_checkpoint(Path(config.model_path))
+    model_config = checkpoint.config
+    device = _device(config)
+    notes: list[str] = []
+    dtype = _compute_dtype(config, model_config, device, notes)
+    weights = _load_weights(checkpoint, dtype, device, on_progress)
+    fmt = KVFormat(
+        dtype=dtype,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.cache.block_size,
+    )
+    num_blocks = plan_num_blocks(config.cache, fmt.block_bytes, available_bytes(device))
+    max_model_len = _max_model_len(config, model_config, num_blocks * fmt.block_size, notes)
+    storage = KVStorage(fmt, num_blocks, device)
+    attention = choose_backend(config.attention_backend, storage)
+    runner = _build_runner(model_config, weights, attention, max_model_len, fmt.block_size, device)
+    on_progress("warming up (compiles kernels at the first start)", None)
+    _warm_up(runner, fmt.block_size)
+    core = _build_core(config, model_config, runner, fmt, num_blocks)
+    info = _info(config, model_config, weights, fmt, num_blocks, max_model_len, device, attention, tuple(notes))
+    return LoadedEngine(core, info, runner)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu or cuda, got {config.device!r}")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch finds no CUDA device here; use --device cpu")
+    if config.device == "cuda" and config.attention_backend == "cpu":
+        raise ConfigError("the cpu attention backend cannot run on cuda; leave --attention-backend out")
+    return torch.device(config.device)
+
+
+def _compute_dtype(config: EngineConfig, model: ModelConfig, device: torch.device, notes: list[str]) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    if device.type == "cpu" and model.dtype != "float32":
+        notes.append(
+            f"weights are {model.dtype}; computing in float32, as 16-bit matrix products are slow on CPUs (--dtype changes it)"
+        )
+        return "float32"
+    return model.dtype
+
+
+def _load_weights(checkpoint: Checkpoint, dtype: str, device: torch.device, on_progress: OnProgress) -> ModelWeights:
+    needed, available = checkpoint.num_parameters * ELEMENT_BYTES[dtype], available_bytes(device)
+    if needed > available:
+        raise InsufficientMemoryError(
+            f"the weights take {needed:,} bytes in {dtype}, but {available:,} are available on {device}; use a smaller model or dtype"
+        )
+
+    def progress(done: int, total: int) -> None:
+        on_progress("loading weights", done / total)
+
+    return load_weights(checkpoint, dtype=getattr(torch, dtype), device=device, progress=progress)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int, notes: list[str]) -> int:
+    """The longest prompt plus output that is served: the model's context or what was asked for, if the cache can hold it."""
+    limit, reason = model.max_position_embeddings, "the model was trained for"
+    if model.sliding_window is not None and model.sliding_window < limit:
+        limit, reason = (
+            model.sliding_window,
+            "the model's sliding window spans (longer contexts need windowed attention, not built yet)",
+        )
+        notes.append(f"context limited to {limit:,} tokens, which {reason}")
+    wanted = config.max_model_len if config.max_model_len is not None else limit
+    if wanted > limit:
+        raise ConfigError(f"max_model_len {wanted:,} is more than the {limit:,} tokens that {reason}")
+    if wanted > cache_tokens:
+        notes.append(
+            f"context shortened from {wanted:,} to {cache_tokens:,} tokens: that is what the KV cache holds; raise --kv-cache-memory for more"
+        )
+        wanted = cache_tokens
+    if wanted < 2:
+        raise InsufficientMemoryError(f"the KV cache holds {cache_tokens} token; a request needs 2 at least")
+    return wanted
+
+
+def _build_runner(
+    model: ModelConfig,
+    weights: ModelWeights,
+    attention: AttentionBackend,
+    max_model_len: int,
+    block_size: int,
+    device: torch.device,
+) -> ModelRunner:
+    rope = RopeTable((model.rope,), max_model_len, device)
+    return ModelRunner(LlamaModel(model, weights, _ops(weights), attention), rope, attention, block_size, device)
+
+
+def _ops(weights: ModelWeights) -> Ops:
+    if weights.embed.device.type == "cpu" and weights.embed.dtype == torch.float32:
+        from engine.model.cpu_ops import CPUOps  # numba is loaded only where it is used
+
+        return CPUOps()
+    return TorchOps()
+
+
+def _warm_up(runner: ModelRunner, block_size: int) -> None:
+    """One decode alone, then a decode beside a prefill: every kernel is compiled before the first request. Block 0 takes the writes."""
+    greedy = SampleSpec(SamplingParams(temperature=0.0), seed=0, position=0)
+    single = ScheduledSequence("", (0,), 0, (0,), 0, greedy)
+    several = ScheduledSequence("", (0,) * min(4, block_size), 0, (0,), 0, greedy)
+    runner.execute(StepPlan((single,)))
+    runner.execute(StepPlan((single, several)))
+
+
+def _build_core(config: EngineConfig, model: ModelConfig, runner: ModelRunner, fmt: KVFormat, num_blocks: int) -> EngineCore:
+    scheduler = Scheduler(
+        KVCacheManager(num_blocks, fmt.block_size),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        eos_token_ids=model.eos_token_ids,
+        clock=time.monotonic,
+    )
+    return EngineCore(scheduler, runner, block_bytes=fmt.block_bytes, clock=time.monotonic)
+
+
+def _info(
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: ModelWeights,
+    fmt: KVFormat,
+    num_blocks: int,
+    max_model_len: int,
+    device: torch.device,
+    attention: AttentionBackend,
+    notes: tuple[str, ...],
+) -> EngineInfo:
+    return EngineInfo(
+        model_name=config.model_name,
+        architecture=model.architecture,
+        num_parameters=weights.num_parameters,
+        weight_bytes=weights.nbytes,
+        device=device.type,
+        dtype=str(weights.embed.dtype).removeprefix("torch."),
+        kv_dtype=fmt.dtype,
+        attention_backend=attention.name,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        block_size=fmt.block_size,
+        num_blocks=num_blocks,
+        block_bytes=fmt.block_bytes,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        eos_token_ids=model.eos_token_ids,
+        notes=notes,
+    )

@@ -1,0 +1,35 @@
+"""A step on one device: plan in, sampled tokens out."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.backend import AttentionBackend
+from engine.model.llama import LlamaModel
+from engine.model.rope import RopeTable
+from engine.runner.batch import build_batch
+from engine.runner.sampler import sample
+from engine.sched.plan import SampledToken, SampledTokens, StepPlan
+
+
+class ModelRunner:
+    """The model over the paged cache; see ``Runner``."""
+
+    def __init__(
+        self, model: LlamaModel, rope: RopeTable, attention: AttentionBackend, block_size: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self._rope = rope
+        self._attention = attention
+        self._block_size = block_size
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> SampledTokens:
+        batch = build_batch(plan, self._rope, self._block_size, self._device)
+        self._attention.plan(batch.work)
+        logits = self._model.forward(batch.token_ids, batch.cos, batch.sin, batch.sample_rows)
+        tokens: list[SampledToken | None] = [None] * len(plan.sequences)
+        for index, token in zip(batch.sampling_sequences, sample(logits, batch.specs), strict=True):
+            tokens[index] = token
+        return SampledTokens(tuple(tokens))
