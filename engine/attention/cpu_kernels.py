@@ -11,7 +11,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 # No nnan/ninf: a NaN must come out as a NaN. Sums may be reordered, in the same way at every call.
-FAST = frozenset({"reassoc", "nsz", "arcp", "contract"})
+FAST = {"reassoc", "nsz", "arcp", "contract"}
 
 SPLIT = 256  # tokens of context that one work unit reads; fixed, so that a result never depends on who shares the batch
 
