@@ -1,0 +1,247 @@
+"""The weights of a model in the arrangement that the layers compute with: q, k, v as one matrix, gate and up as one.
+
+Loading streams: every tensor is decoded chunk by chunk straight into its place in the fused matrix, so that the peak is the
+loaded weights and a few megabytes. Knows nothing of attention, batches or caches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from engine.errors import DamagedModelError, InsufficientMemoryError, ModelNotFoundError, UnsupportedModelError
+from engine.model.checkpoint import Checkpoint, StoredTensor, copy_rows, same_values
+from engine.model.gguf_checkpoint import open_gguf
+from engine.model.safetensors_checkpoint import open_folder
+from engine.model_config import ModelConfig
+
+EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+ROTARY_TABLE = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # follows from the config; old checkpoints store it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer. H query heads, KV kv heads, D head_dim, I intermediate size; a bias that the model lacks is None."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(H + 2 KV) * D, hidden]: the rows of q, then k, then v
+    qkv_bias: torch.Tensor | None  # [(H + 2 KV) * D]
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None  # [D]
+    o: torch.Tensor  # [hidden, H * D]
+    o_bias: torch.Tensor | None  # [hidden]
+    post_attention_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * I, hidden]: the rows of gate, then up
+    gate_up_bias: torch.Tensor | None  # [2 * I]
+    down: torch.Tensor  # [hidden, I]
+    down_bias: torch.Tensor | None  # [hidden]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeights:
+    """All weights, of one dtype on one device, each contiguous and (on a CPU) 64-byte aligned.
+
+    ``lm_head`` is the very same tensor as ``embed`` where the model ties them.
+    """
+
+    embed: torch.Tensor  # [V, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor  # [hidden]
+    lm_head: torch.Tensor  # [V, hidden]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self._tensors())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Each tensor once."""
+        yield self.embed
+        yield self.final_norm
+        if self.lm_head is not self.embed:
+            yield self.lm_head
+        for layer in self.layers:
+            for name in LayerWeights.__slots__:
+                tensor = getattr(layer, name)
+                if tensor is not None:
+                    yield tensor
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder in Hugging Face layout or a .gguf file, and check that its tensors are those that its config implies.
+
+    Reads headers only, but for a head that is stored although it is tied to the embedding: the two are compared. Raises ModelNotFoundError, DamagedModelError or UnsupportedModelError.
+    """
+    if path.is_dir():
+        checkpoint = open_folder(path)
+    elif path.suffix == ".gguf":
+        checkpoint = open_gguf(path)
+    elif path.exists():
+        raise ModelNotFoundError(f"{path} is neither a folder nor a .gguf file")
+    else:
+        raise ModelNotFoundError(f"no such model folder or file: {path}")
+    return replace(checkpoint, tensors=_checked_tensors(checkpoint))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """What ModelWeights.num_parameters will be, without loading anything."""
+    return sum(prod(shape) for _, shape in _expected_tensors(config))
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Callable[[int, int], None],
+) -> ModelWeights:
+    """Read all tensors. ``progress`` is told (bytes done, bytes in all) of the checkpoint's tensors, the last time equal.
+
+    Raises DamagedModelError where a file turns out shorter than its header said, InsufficientMemoryError where the device
+    refuses the memory.
+    """
+    loader = _Loader(checkpoint, dtype, torch.device(device), progress)
+    try:
+        return loader.model()
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no class of its own for it on a CPU
+            raise
+        need = num_parameters(checkpoint.config) * dtype.itemsize
+        raise InsufficientMemoryError(f"the weights need {need / 2**20:.0f} MiB, which {device} does not have free") from error
+
+
+class _Loader:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Callable[[int, int], None]
+    ) -> None:
+        self._config = checkpoint.config
+        self._tensors = checkpoint.tensors
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._done = 0
+        self._total = sum(self._tensors[name].nbytes for name, _ in _expected_tensors(checkpoint.config))
+
+    def model(self) -> ModelWeights:
+        embed = self._fused(EMBED)
+        return ModelWeights(
+            embed=embed,
+            layers=tuple(self._layer(i) for i in range(self._config.num_layers)),
+            final_norm=self._fused(FINAL_NORM),
+            lm_head=embed if self._config.tie_word_embeddings else self._fused(LM_HEAD),
+        )
+
+    def _layer(self, index: int) -> LayerWeights:
+        prefix, config = f"model.layers.{index}.", self._config
+        qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
+        gate_up = [f"{prefix}mlp.{part}_proj" for part in ("gate", "up")]
+        o, down = f"{prefix}self_attn.o_proj", f"{prefix}mlp.down_proj"
+        return LayerWeights(
+            input_norm=self._fused(f"{prefix}input_layernorm.weight"),
+            qkv=self._weight(*qkv),
+            qkv_bias=self._bias(*qkv) if config.qkv_bias else None,
+            q_norm=self._weight(f"{prefix}self_attn.q_norm") if config.qk_norm else None,
+            k_norm=self._weight(f"{prefix}self_attn.k_norm") if config.qk_norm else None,
+            o=self._weight(o),
+            o_bias=self._bias(o) if config.o_bias else None,
+            post_attention_norm=self._weight(f"{prefix}post_attention_layernorm"),
+            gate_up=self._weight(*gate_up),
+            gate_up_bias=self._bias(*gate_up) if config.mlp_bias else None,
+            down=self._weight(down),
+            down_bias=self._bias(down) if config.mlp_bias else None,
+        )
+
+    def _weight(self, *modules: str) -> torch.Tensor:
+        return self._fused(*(f"{module}.weight" for module in modules))
+
+    def _bias(self, *modules: str) -> torch.Tensor:
+        return self._fused(*(f"{module}.bias" for module in modules))
+
+    def _fused(self, *names: str) -> torch.Tensor:
+        """The named tensors below one another, in one allocation."""
+        parts = [self._tensors[name] for name in names]
+        num_rows = sum(part.shape[0] for part in parts)
+        fused = torch.empty((num_rows, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)
+        assert fused.device.type != "cpu" or fused.data_ptr() % 64 == 0
+        start = 0
+        for part in parts:
+            copy_rows(part, fused[start : start + part.shape[0]], self._report)
+            start += part.shape[0]
+        return fused
+
+    def _report(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._progress(self._done, self._total)
+
+
+def _checked_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """Exactly the tensors that the config implies, or an error that names the first that is missing, misshapen or unknown."""
+    config, found = checkpoint.config, dict(checkpoint.tensors)
+    if config.tie_word_embeddings:
+        _drop_tied_head(checkpoint.path, found)
+    checked = {}
+    for name, shape in _expected_tensors(config):
+        if name not in found:
+            raise DamagedModelError(f"{checkpoint.path}: tensor {name} is missing")
+        tensor = found.pop(name)
+        if tensor.shape != shape:
+            raise DamagedModelError(
+                f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}, but the config implies {list(shape)}"
+            )
+        checked[name] = tensor
+    for name, tensor in found.items():
+        if not re.fullmatch(ROTARY_TABLE, name):
+            raise UnsupportedModelError(
+                f"{tensor.file}: tensor {tensor.name} has no place in a {config.architecture} of this config"
+            )
+    return checked
+
+
+def _drop_tied_head(path: Path, tensors: dict[str, StoredTensor]) -> None:
+    """A head that is tied may yet be stored: beside an equal embedding, or in place of it."""
+    head = tensors.pop(LM_HEAD, None)
+    if head is None:
+        return
+    if not same_values(tensors.setdefault(EMBED, head), head):
+        raise UnsupportedModelError(f"{path}: tie_word_embeddings is true, but {head.name} differs from the embedding")
+
+
+def _expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a model of this config has, each once: a tied lm_head is the embedding."""
+    yield EMBED, (config.vocab_size, config.hidden_size)
+    yield FINAL_NORM, (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        yield LM_HEAD, (config.vocab_size, config.hidden_size)
+    layer = _layer_shapes(config)
+    for i in range(config.num_layers):
+        for name, shape in layer.items():
+            yield f"model.layers.{i}.{name}", shape
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, q_rows, kv_rows = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    if config.qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    matrices = (
+        ("self_attn.q_proj", q_rows, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv_rows, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv_rows, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q_rows, config.o_bias),
+        ("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias),
+        ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, config.intermediate_size, config.mlp_bias),
+    )
+    for name, num_rows, num_columns, bias in matrices:
+        shapes[f"{name}.weight"] = (num_rows, num_columns)
+        if bias:
+            shapes[f"{name}.bias"] = (num_rows,)
+    return shapes
