@@ -108,6 +108,8 @@ def parse_model(data: bytes) -> Any:
         model.ParseFromString(data)
     except Exception as error:  # protobuf's DecodeError, whose module differs between its versions
         raise DamagedModelError(f"not a SentencePiece model: {error}") from None
+    if not model.pieces:
+        raise DamagedModelError("not a SentencePiece model: it has no pieces")
     return model
 
 
