@@ -14,7 +14,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    FailFast,
     Field,
     PlainValidator,
     ValidationError,
@@ -146,7 +145,7 @@ class CompletionRequest(_Strict):
     min_p: Float | None = None
     seed: Int64 | None = None
     stop: Annotated[Any, PlainValidator(_parse_stop), WithJsonSchema(_STOP_SCHEMA)] = ()
-    stop_token_ids: Annotated[list[TokenId], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shlex
 import signal
 import socket
@@ -26,6 +27,8 @@ from server.engine_client import PendingEngine, RunnableEngine
 from server.metrics import Metrics
 from server.settings import Settings
 from server.units import format_bytes
+
+logger = logging.getLogger("octavo.server")
 
 # What is left after the drain: time for error events to reach their clients, and for the engine to leave.
 _LAST_EVENTS_SECONDS = 2
@@ -88,7 +91,7 @@ async def serve(settings: Settings, sock: socket.socket, make_engine: MakeEngine
     signals = StopSignals(asyncio.get_running_loop())
     engine, metrics, drain = PendingEngine(), Metrics(CollectorRegistry()), Drain()
     app = create_app(engine, metrics, settings, drain)
-    async with _http_running(app, sock), _engine_starting(engine, metrics, make_engine) as started:
+    async with _http_running(app, sock, signals), _engine_starting(engine, metrics, make_engine) as started:
         await _first_of(started, signals.first.wait())
         if started.done():
             for line in announcement(started.result(), settings, sock):
@@ -99,7 +102,8 @@ async def serve(settings: Settings, sock: socket.socket, make_engine: MakeEngine
 
 
 @asynccontextmanager
-async def _http_running(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
+async def _http_running(app: FastAPI, sock: socket.socket, signals: StopSignals) -> AsyncIterator[None]:
+    """HTTP answers inside the context. Should uvicorn end by itself, that counts as a signal, and its error is raised."""
     config = uvicorn.Config(
         app,
         lifespan="off",
@@ -112,6 +116,7 @@ async def _http_running(app: FastAPI, sock: socket.socket) -> AsyncIterator[None
     )
     server = HttpServer(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    serving.add_done_callback(lambda _: signals.first.set())
     try:
         yield
     finally:
@@ -142,7 +147,14 @@ async def _engine_starting(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for engine in made:
-            await asyncio.wait_for(engine.stop(), _ENGINE_STOP_SECONDS)
+            await _stop(engine)
+
+
+async def _stop(engine: RunnableEngine) -> None:
+    try:
+        await asyncio.wait_for(engine.stop(), _ENGINE_STOP_SECONDS)
+    except TimeoutError:
+        logger.error("the engine did not stop within %.0f s", _ENGINE_STOP_SECONDS)
 
 
 async def _drain(drain: Drain, timeout: float, signals: StopSignals) -> None:
