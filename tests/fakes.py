@@ -63,7 +63,7 @@ def fake_info(**changes: object) -> EngineInfo:
 def echo_pieces(prompt: str) -> list[str]:
     """The prompt's characters backwards, in pieces; the second is held back, as half a character would be."""
     pieces = list(reversed(prompt))
-    return pieces[:1] + [""] + pieces[1:]
+    return [*pieces[:1], "", *pieces[1:]]
 
 
 @dataclass
@@ -95,6 +95,7 @@ class FakeEngine:
         await asyncio.sleep(self.start_seconds)
         if self.start_failure is not None:
             raise self.start_failure
+        self.info = self.info or fake_info()
         self.status = FakeStatus.READY
 
     async def stop(self) -> None:
@@ -105,10 +106,14 @@ class FakeEngine:
         if self.status is not FakeStatus.READY:
             raise EngineDeadError("the fake engine is not ready")
         if max(prompt_token_ids) >= VOCAB_SIZE:
-            raise InvalidRequestError(f"prompt holds the token id {max(prompt_token_ids)}, out of the vocabulary", param="prompt")
+            raise InvalidRequestError(
+                f"prompt holds the token id {max(prompt_token_ids)}, out of the vocabulary", param="prompt"
+            )
         wanted = len(prompt_token_ids) + sampling.max_tokens
         if wanted > self.info.max_model_len:
-            raise ContextLengthError(f"prompt and max_tokens need {wanted} tokens, the context has {self.info.max_model_len}", param="prompt")
+            raise ContextLengthError(
+                f"prompt and max_tokens need {wanted} tokens, the context has {self.info.max_model_len}", param="prompt"
+            )
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None

@@ -232,7 +232,9 @@ async def test_a_missing_content_type_is_415(http) -> None:
     check_error(await http.post(URL, content=b'{"prompt": "a"}'), 415, None)
 
 
-@pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON;charset=UTF-8"])
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON;charset=UTF-8"]
+)
 async def test_json_in_utf8_is_taken(http, content_type) -> None:
     response = await http.post(URL, content=b'{"prompt": "a"}', headers={"content-type": content_type})
     assert response.status_code == 200

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
 from engine.request import SamplingParams
+from server.schemas import CompletionRequest
 from tests.fakes import BOS, FakeEngine
 
 URL = "/v1/completions"
@@ -62,7 +64,7 @@ async def test_several_prompts_give_choices_in_prompt_order_and_summed_usage(cli
 
 
 async def test_several_prompts_run_at_the_same_time(client) -> None:
-    engine = FakeEngine(delay=0.02, pieces=lambda prompt: ["x"] * 10)
+    engine = FakeEngine(delay=0.02)
     most = 0
 
     def count(prompt: str) -> list[str]:
@@ -132,10 +134,8 @@ async def test_length_is_reported_as_finish_reason(http) -> None:
 
 async def test_null_stands_for_the_default_everywhere(client) -> None:
     engine = FakeEngine()
-    fields = (
-        "model max_tokens min_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos stream stream_options user "
-        "n best_of echo logprobs suffix logit_bias presence_penalty frequency_penalty repetition_penalty"
-    ).split()
+    fields = set(CompletionRequest.model_fields) - {"prompt"}
+    assert len(fields) == 23
     async with client(engine) as http:
         response = await http.post(URL, json={"prompt": "a"} | dict.fromkeys(fields))
     assert response.status_code == 200, response.text
@@ -184,8 +184,6 @@ async def test_fields_not_built_are_accepted_with_the_value_that_changes_nothing
 
 
 async def test_long_text_is_tokenized_off_the_event_loop(client) -> None:
-    import threading
-
     engine = FakeEngine(pieces=lambda prompt: ["x"])
     threads = []
     encode = engine.tokenizer.encode

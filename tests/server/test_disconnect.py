@@ -17,7 +17,9 @@ LONG = ["word "] * 10_000
 
 def request_bytes(**fields: Any) -> bytes:
     body = json.dumps({"prompt": "a", "max_tokens": 400} | fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     return head.encode() + body
 
 

@@ -12,11 +12,13 @@ import pytest
 from engine.errors import RequestFailedError
 from engine.request import FinishReason, RequestOutput
 from server.drain import Drain
-from server.streaming import OutputMerge, fold_batch, usage_of
+from server.streaming import Batch, OutputMerge, fold_batch, usage_of
 from server.threads import CancelledWork, CancelToken, run_in_thread
 
 
-def output(text: str, count: int = 1, reason: FinishReason | None = None, stop_reason: str | int | None = None) -> RequestOutput:
+def output(
+    text: str, count: int = 1, reason: FinishReason | None = None, stop_reason: str | int | None = None
+) -> RequestOutput:
     return RequestOutput(text, (count,), 3, 2, count, reason, stop_reason)
 
 
@@ -40,10 +42,14 @@ async def test_merge_keeps_the_order_of_each_generator() -> None:
 
 async def test_merge_gives_what_came_before_an_error_and_then_the_error() -> None:
     merge = OutputMerge([play(output("a"), output("b"))])  # ends without a finish reason
-    seen = []
-    with pytest.raises(RequestFailedError, match="without a finish reason"):
+    seen: Batch = []
+
+    async def read() -> None:
         async for batch in merge.batches():
-            seen += batch
+            seen.extend(batch)
+
+    with pytest.raises(RequestFailedError, match="without a finish reason"):
+        await read()
     assert [out.text for _, out in seen] == ["a", "b"]
     await merge.aclose()
 
@@ -52,8 +58,7 @@ async def test_merge_gives_what_came_before_an_error_and_then_the_error() -> Non
 async def test_an_abort_by_the_engine_is_no_answer(reason) -> None:
     merge = OutputMerge([play(output("a"), output("", reason=reason))])
     with pytest.raises(RequestFailedError):
-        async for _ in merge.batches():
-            pass
+        _ = [batch async for batch in merge.batches()]
     await merge.aclose()
 
 
