@@ -1,0 +1,97 @@
+"""What the HTTP side needs of an engine, as a protocol: AsyncEngine in the server, a fake in the tests.
+
+Imports nothing of the engine but its plain data, so this process stays free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from enum import Enum
+from typing import Protocol
+
+from engine.errors import EngineDeadError
+from engine.request import RequestOutput, SamplingParams
+from engine.stats import EngineInfo
+
+
+class Tokenizer(Protocol):
+    """Text to token ids. Safe to call from several threads."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class EngineClient(Protocol):
+    """``status`` has a member named STARTING, READY, DEAD (being restarted) or STOPPED. ``info`` is None until READY."""
+
+    @property
+    def status(self) -> Enum: ...
+
+    @property
+    def info(self) -> EngineInfo | None: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise InvalidRequestError, ContextLengthError or EngineDeadError if ``generate`` could not serve this."""
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One output per token. Raises EngineDeadError or RequestFailedError midway; ``aclose`` aborts the request.
+
+        ``arrival_time`` is on the clock of ``time.monotonic``; None is the time of the call.
+        """
+        ...
+
+
+class RunnableEngine(EngineClient, Protocol):
+    """An engine with its life cycle."""
+
+    async def start(self) -> None:
+        """Return when READY. Raises StartupError with a message of one line."""
+
+    async def stop(self) -> None: ...
+
+
+class _PendingStatus(Enum):
+    STARTING = "starting"
+
+
+class PendingEngine:
+    """Stands in the app while the model is still being fetched: STARTING, and dead to requests, until ``attach``."""
+
+    def __init__(self) -> None:
+        self._engine: EngineClient | None = None
+
+    def attach(self, engine: EngineClient) -> None:
+        assert self._engine is None, "an engine was attached twice"
+        self._engine = engine
+
+    @property
+    def status(self) -> Enum:
+        return self._engine.status if self._engine else _PendingStatus.STARTING
+
+    @property
+    def info(self) -> EngineInfo | None:
+        return self._engine.info if self._engine else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._attached().tokenizer
+
+    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        self._attached().check(prompt_token_ids, sampling)
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        return self._attached().generate(prompt_token_ids, sampling, salt=salt, arrival_time=arrival_time)
+
+    def _attached(self) -> EngineClient:
+        if self._engine is None:
+            raise EngineDeadError("the engine is starting")
+        return self._engine

@@ -1,0 +1,99 @@
+"""POST /v1/completions: check everything before the first byte, then stream or fold."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Request, Response
+
+from engine.errors import InvalidRequestError
+from engine.request import SamplingParams
+from server.body import read_json
+from server.engine_client import Tokenizer
+from server.errors import ClientGoneError, ModelNotServedError
+from server.schemas import CompletionRequest, Prompts, parse_completion_request
+from server.service import Service
+from server.streaming import CompletionHead, EventStream, Outputs, completion_events, until_disconnect, whole_completion
+
+# Longer texts are tokenized off the event loop: a few milliseconds of work that other streams should not wait for.
+_LONG_TEXT = 4096
+
+
+def completions_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", openapi_extra=_openapi_body())
+    async def create_completion(request: Request) -> Response:
+        arrival_time = time.monotonic()
+        service.require_ready()
+        body = parse_completion_request(await read_json(request, service.settings.max_body_bytes))
+        _require_served(body.model, service.model_name)
+        generators = await _prepare(service, body, arrival_time)
+        head = CompletionHead(id=f"cmpl-{uuid.uuid4().hex}", created=int(time.time()), model=service.model_name)
+        if body.stream:
+            return EventStream(
+                completion_events(
+                    generators,
+                    head,
+                    service.drain,
+                    include_usage=body.include_usage,
+                    request_id=request.scope["octavo.request_id"],
+                )
+            )
+        answer = await until_disconnect(request.receive, whole_completion(generators, head, service.drain))
+        if answer is None:
+            raise ClientGoneError("the client hung up")
+        return Response(answer, media_type="application/json")
+
+    return router
+
+
+def _require_served(asked: str | None, served: str) -> None:
+    if asked is not None and asked != served:
+        raise ModelNotServedError(f"the model {asked[:100]!r} is not served here; {served!r} is", param="model")
+
+
+async def _prepare(service: Service, body: CompletionRequest, arrival_time: float) -> list[Outputs]:
+    """The generators of an admissible request, not yet running. Raises what makes it inadmissible."""
+    engine = service.engine
+    sampling = body.sampling_params()
+    _require_in_vocabulary(sampling.stop_token_ids, service.require_info().vocab_size)
+    prompts = await _tokenize(engine.tokenizer, body.prompts)
+    for ids in prompts:
+        _check(service, ids, sampling)
+    return [engine.generate(ids, sampling, arrival_time=arrival_time) for ids in prompts]
+
+
+def _check(service: Service, ids: Sequence[int], sampling: SamplingParams) -> None:
+    if not ids:
+        raise InvalidRequestError("prompt must not be empty: it has no tokens", param="prompt")
+    service.engine.check(ids, sampling)
+
+
+def _require_in_vocabulary(stop_token_ids: Sequence[int], vocab_size: int) -> None:
+    if stop_token_ids and max(stop_token_ids) >= vocab_size:
+        raise InvalidRequestError(
+            f"stop_token_ids holds {max(stop_token_ids)}, which is out of the vocabulary of {vocab_size} tokens",
+            param="stop_token_ids",
+        )
+
+
+async def _tokenize(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
+    """Token ids are taken as they are; text gets the tokenizer's special tokens."""
+
+    def work() -> list[list[int]]:
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return work() if num_chars <= _LONG_TEXT else await anyio.to_thread.run_sync(work)
+
+
+def _openapi_body() -> dict[str, Any]:
+    """The route reads the body itself, so it also has to describe it."""
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": CompletionRequest.model_json_schema()}}}
+    }

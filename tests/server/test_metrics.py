@@ -1,0 +1,270 @@
+"""The exposition: the names that dashboards rely on, true values, and truth while idle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.request import FinishReason
+from engine.stats import Admission, CacheStats, StepStats
+from server.metrics import Metrics, RateWindow
+from tests.fakes import fake_info
+
+# The golden list: what issue 2 fixes, with types and label names. Renaming any of these breaks dashboards and alerts.
+FAMILIES = {
+    "octavo_kv_cache_bytes_per_token": ("gauge", ()),
+    "octavo_kv_cache_effective_bytes_per_token": ("gauge", ()),
+    "octavo_kv_cache_capacity_bytes": ("gauge", ()),
+    "octavo_kv_cache_bytes": ("gauge", ("state",)),
+    "octavo_kv_cache_blocks": ("gauge", ("state",)),
+    "octavo_kv_cache_usage_ratio": ("gauge", ()),
+    "octavo_kv_cache_efficiency_ratio": ("gauge", ()),
+    "octavo_prefix_cache_query_tokens_total": ("counter", ()),
+    "octavo_prefix_cache_hit_tokens_total": ("counter", ()),
+    "octavo_prompt_tokens_total": ("counter", ()),
+    "octavo_generation_tokens_total": ("counter", ()),
+    "octavo_throughput_tokens_per_second": ("gauge", ("kind",)),
+    "octavo_requests_running": ("gauge", ()),
+    "octavo_requests_waiting": ("gauge", ()),
+    "octavo_requests_total": ("counter", ("finish_reason",)),
+    "octavo_preemptions_total": ("counter", ()),
+    "octavo_recomputed_tokens_total": ("counter", ()),
+    "octavo_evicted_blocks_total": ("counter", ()),
+    "octavo_time_to_first_token_seconds": ("histogram", ()),
+    "octavo_inter_token_latency_seconds": ("histogram", ()),
+    "octavo_request_duration_seconds": ("histogram", ()),
+    "octavo_request_queue_seconds": ("histogram", ()),
+    "octavo_step_duration_seconds": ("histogram", ()),
+    "octavo_step_tokens": ("histogram", ()),
+    "octavo_cache_config_info": (
+        "gauge",
+        ("block_bytes", "block_size", "head_dim", "kv_dtype", "max_model_len", "num_blocks", "num_kv_heads", "num_layers"),
+    ),
+    "octavo_build_info": ("gauge", ("python", "version")),
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every sample by name and labels, as Prometheus would read it."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            key = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def step(**changes: Any) -> StepStats:
+    cache = CacheStats(
+        num_blocks=40,
+        num_free_blocks=20,
+        num_cached_blocks=12,
+        num_referenced_blocks=8,
+        block_bytes=1600,
+        block_size=16,
+        num_context_tokens=100,
+        num_table_blocks=9,
+    )
+    values: dict[str, Any] = {
+        "num_scheduled_tokens": 70,
+        "num_prompt_tokens": 64,
+        "num_sampled_tokens": 6,
+        "num_recomputed_tokens": 5,
+        "num_preemptions": 2,
+        "num_evicted_blocks": 3,
+        "num_running": 6,
+        "num_waiting": 4,
+        "step_seconds": 0.025,
+        "cache": cache,
+    }
+    return StepStats(**(values | changes))
+
+
+IDLE = {
+    "num_scheduled_tokens": 0,
+    "num_prompt_tokens": 0,
+    "num_sampled_tokens": 0,
+    "num_recomputed_tokens": 0,
+    "num_preemptions": 0,
+    "num_evicted_blocks": 0,
+    "num_running": 0,
+    "num_waiting": 0,
+    "step_seconds": 0.0,
+    "cache": CacheStats(40, 28, 12, 0, 1600, 16, 0, 0),
+}
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock) -> Metrics:
+    return Metrics(CollectorRegistry(), clock=clock)
+
+
+def test_families_are_the_golden_list(metrics) -> None:
+    metrics.set_info(fake_info())
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        found[name] = (family.type, tuple(sorted(labels)))
+        assert family.documentation
+        assert "\n" not in family.documentation
+    assert found == FAMILIES
+
+
+def test_every_label_value_exists_from_the_start(metrics) -> None:
+    found = samples(metrics)
+    for reason in ("stop", "length", "abort", "error"):
+        assert found[f"octavo_requests_total{{finish_reason={reason}}}"] == 0
+    for state in ("referenced", "cached", "free"):
+        assert found[f"octavo_kv_cache_blocks{{state={state}}}"] == 0
+        assert found[f"octavo_kv_cache_bytes{{state={state}}}"] == 0
+    for kind in ("prompt", "generation"):
+        assert found[f"octavo_throughput_tokens_per_second{{kind={kind}}}"] == 0
+    assert not [name for name in found if "_created" in name]
+
+
+def test_nothing_goes_to_the_global_registry(metrics) -> None:
+    assert not [family.name for family in REGISTRY.collect() if family.name.startswith("octavo")]
+    Metrics(CollectorRegistry())  # a second one does not clash
+
+
+def test_cache_gauges_tell_what_the_last_step_said(metrics) -> None:
+    metrics.on_step(step())
+    found = samples(metrics)
+    assert found["octavo_kv_cache_bytes_per_token"] == 100
+    assert found["octavo_kv_cache_effective_bytes_per_token"] == 128
+    assert found["octavo_kv_cache_efficiency_ratio"] == pytest.approx(100 / 128)
+    assert found["octavo_kv_cache_capacity_bytes"] == 64_000
+    assert found["octavo_kv_cache_usage_ratio"] == 0.2
+    blocks = {state: found[f"octavo_kv_cache_blocks{{state={state}}}"] for state in ("referenced", "cached", "free")}
+    assert blocks == {"referenced": 8, "cached": 12, "free": 20}
+    for state, count in blocks.items():
+        assert found[f"octavo_kv_cache_bytes{{state={state}}}"] == count * 1600
+    assert found["octavo_requests_running"] == 6
+    assert found["octavo_requests_waiting"] == 4
+
+
+def test_step_counts_add_up_and_steps_without_tokens_are_no_steps(metrics) -> None:
+    metrics.on_step(step())
+    metrics.on_step(step(step_seconds=0.07))
+    metrics.on_step(step(**IDLE))
+    found = samples(metrics)
+    assert found["octavo_preemptions_total"] == 4
+    assert found["octavo_recomputed_tokens_total"] == 10
+    assert found["octavo_evicted_blocks_total"] == 6
+    assert found["octavo_step_tokens_count"] == 2
+    assert found["octavo_step_tokens_sum"] == 140
+    assert found["octavo_step_duration_seconds_sum"] == pytest.approx(0.095)
+    assert found["octavo_step_duration_seconds_bucket{le=0.03}"] == 1
+    assert found["octavo_requests_running"] == 0
+
+
+def test_admissions_tokens_and_ends_are_counted(metrics) -> None:
+    metrics.on_admission(Admission("a", 100, 64, 0.004))
+    metrics.on_admission(Admission("b", 20, 0, 0.2))
+    metrics.on_token(0.120, first=True)
+    metrics.on_token(0.030, first=False)
+    metrics.on_token(0.050, first=False)
+    metrics.on_finish(FinishReason.STOP, 0.2)
+    metrics.on_finish(FinishReason.ABORT, 1.5)
+    found = samples(metrics)
+    assert found["octavo_prompt_tokens_total"] == 120
+    assert found["octavo_prefix_cache_query_tokens_total"] == 120
+    assert found["octavo_prefix_cache_hit_tokens_total"] == 64
+    assert found["octavo_request_queue_seconds_count"] == 2
+    assert found["octavo_request_queue_seconds_sum"] == pytest.approx(0.204)
+    assert found["octavo_generation_tokens_total"] == 3
+    assert found["octavo_time_to_first_token_seconds_count"] == 1
+    assert found["octavo_time_to_first_token_seconds_sum"] == pytest.approx(0.12)
+    assert found["octavo_inter_token_latency_seconds_count"] == 2
+    assert found["octavo_inter_token_latency_seconds_bucket{le=0.03}"] == 1
+    assert found["octavo_requests_total{finish_reason=stop}"] == 1
+    assert found["octavo_requests_total{finish_reason=abort}"] == 1
+    assert found["octavo_requests_total{finish_reason=error}"] == 0
+    assert found["octavo_request_duration_seconds_count"] == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["time_to_first_token", "inter_token_latency", "request_duration", "request_queue", "step_duration"]
+)
+def test_buckets_are_fine_below_300_ms(metrics, name) -> None:
+    prefix = f"octavo_{name}_seconds_bucket{{le="
+    bounds = sorted(float(key.removeprefix(prefix).rstrip("}")) for key in samples(metrics) if key.startswith(prefix))
+    assert len([bound for bound in bounds if bound <= 0.3]) >= 8
+    assert 0.3 in bounds
+
+
+def test_throughput_is_true_while_idle(metrics, clock) -> None:
+    prompt, generation = (f"octavo_throughput_tokens_per_second{{kind={kind}}}" for kind in ("prompt", "generation"))
+    for _ in range(10):
+        metrics.on_step(step())
+        clock.now += 0.5
+    found = samples(metrics)
+    assert found[prompt] == pytest.approx(64.0)
+    assert found[generation] == pytest.approx(6.0)
+    clock.now += 7.0  # no step any more: the first two seconds have left the window
+    assert samples(metrics)[generation] == pytest.approx(3.6, abs=0.7)
+    clock.now += 10.0
+    assert samples(metrics)[prompt] == 0
+    assert samples(metrics)[generation] == 0
+
+
+def test_a_rate_window_stays_small(clock) -> None:
+    window = RateWindow(10.0, clock)
+    for _ in range(100_000):
+        window.add(1)
+        clock.now += 0.001
+    assert window.rate() == pytest.approx(1000, rel=0.02)
+    assert len(window._slots) <= 101
+
+
+def test_gauges_fall_to_zero_when_the_engine_dies_and_counters_stay(metrics) -> None:
+    metrics.set_info(fake_info())
+    metrics.on_step(step())
+    metrics.on_restart()
+    found = samples(metrics)
+    for name, (kind, _) in FAMILIES.items():
+        if kind == "gauge" and not name.endswith("_info") and "throughput" not in name:
+            assert all(value == 0 for key, value in found.items() if key.partition("{")[0] == name), name
+    assert found["octavo_preemptions_total"] == 2
+    metrics.on_step(step(**IDLE))
+    assert samples(metrics)["octavo_kv_cache_capacity_bytes"] == 64_000
+
+
+def test_a_new_engine_shows_its_empty_cache_before_any_step(metrics) -> None:
+    metrics.set_info(fake_info())
+    found = samples(metrics)
+    assert found["octavo_kv_cache_blocks{state=free}"] == 40
+    assert found["octavo_kv_cache_capacity_bytes"] == 40 * 32_768
+    assert found["octavo_kv_cache_bytes_per_token"] == 2048
+    assert found["octavo_kv_cache_usage_ratio"] == 0
+    (info,) = [key for key in found if key.startswith("octavo_cache_config_info")]
+    assert "block_size=16" in info
+    assert "num_blocks=40" in info
+    metrics.set_info(fake_info(num_blocks=50))
+    (info,) = [key for key in samples(metrics) if key.startswith("octavo_cache_config_info")]
+    assert "num_blocks=50" in info
+
+
+def test_info_does_not_overwrite_what_a_step_has_said(metrics) -> None:
+    metrics.on_step(step())
+    metrics.set_info(fake_info())
+    assert samples(metrics)["octavo_requests_running"] == 6
