@@ -49,7 +49,7 @@ class LLM:
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
     ) -> None:
-        resolved = resolve(model)
+        resolved = resolve(model, progress=lambda done, total: None)
         config = EngineConfig(
             model_path=str(resolved.path),
             model_name=resolved.name,

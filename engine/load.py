@@ -20,7 +20,8 @@ from engine.memory import available_bytes, plan_num_blocks
 from engine.model.llama import LlamaModel
 from engine.model.ops import Ops, TorchOps
 from engine.model.rope import RopeTable
-from engine.model.weights import Checkpoint, ModelWeights, load_weights, open_checkpoint
+from engine.model.checkpoint import Checkpoint
+from engine.model.weights import ModelWeights, load_weights, num_parameters, open_checkpoint
 from engine.model_config import ModelConfig
 from engine.request import SamplingParams
 from engine.runner.model_runner import ModelRunner
@@ -94,7 +95,7 @@ def _compute_dtype(config: EngineConfig, model: ModelConfig, device: torch.devic
 
 
 def _load_weights(checkpoint: Checkpoint, dtype: str, device: torch.device, on_progress: OnProgress) -> ModelWeights:
-    needed, available = checkpoint.num_parameters * ELEMENT_BYTES[dtype], available_bytes(device)
+    needed, available = num_parameters(checkpoint.config) * ELEMENT_BYTES[dtype], available_bytes(device)
     if needed > available:
         raise InsufficientMemoryError(
             f"the weights take {needed:,} bytes in {dtype}, but {available:,} are available on {device}; use a smaller model or dtype"
