@@ -165,10 +165,9 @@ def _window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | N
             raise fields.unsupported("use_sliding_window", True, " for this architecture")
         return None, num_layers
     window = None if fields.take("sliding_window", 4096) is None else fields.integer("sliding_window", 4096)
+    in_use = fields.boolean("use_sliding_window", architecture == MISTRAL)
     first_sliding = 0 if architecture == MISTRAL else fields.integer("max_window_layers", 28, minimum=0)
-    if window is None or not fields.boolean("use_sliding_window", architecture == MISTRAL):
-        return None, num_layers
-    return window, first_sliding
+    return (window, first_sliding) if in_use and window is not None else (None, num_layers)
 
 
 def _rope(fields: Fields, head_dim: int) -> RopeConfig:
