@@ -22,7 +22,7 @@ from server.progress import ProgressView, open_progress
 from server.serve import bind, serve
 from server.settings import DEFAULT_MODEL, Settings
 from server.threads import CancelToken, run_in_thread
-from server.units import format_bytes, parse_bytes
+from server.units import parse_bytes
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -119,7 +119,7 @@ def pull(name: Annotated[str, typer.Argument(help="Built-in name or hub id.")]) 
     from engine.model import hub
 
     with open_progress() as view:
-        path = hub.pull(name, lambda done, total: view.update(*_download_stage(name, done, total)))
+        path = hub.pull(name, progress=lambda done, total: view.update(f"fetching {name}", _share(done, total)))
     print(path)
 
 
@@ -141,9 +141,9 @@ async def make_engine(settings: Settings, metrics: Metrics, view: ProgressView) 
     from engine.tokenizer import Tokenizer, load_tokenizer
 
     def prepare(token: CancelToken) -> tuple[hub.ResolvedModel, Tokenizer]:
-        def on_bytes(done: int, total: int | None) -> None:
+        def on_bytes(done: int, total: int) -> None:
             token.check()
-            view.update(*_download_stage(settings.model, done, total))
+            view.update(f"fetching {settings.model}", _share(done, total))
 
         model = hub.resolve(settings.model, progress=on_bytes)
         token.check()
@@ -155,10 +155,9 @@ async def make_engine(settings: Settings, metrics: Metrics, view: ProgressView) 
     return AsyncEngine(config, tokenizer, metrics, view.update)
 
 
-def _download_stage(name: str, done: int, total: int | None) -> tuple[str, float | None]:
-    if not total:
-        return f"fetching {name}", None
-    return f"fetching {name} ({format_bytes(total)})", done / total
+def _share(done: int, total: int) -> float | None:
+    """None while nobody knows the total."""
+    return done / total if total else None
 
 
 def _announce(line: str) -> None:

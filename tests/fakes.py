@@ -105,10 +105,11 @@ class FakeEngine:
         assert self.info is not None
         if self.status is not FakeStatus.READY:
             raise EngineDeadError("the fake engine is not ready")
-        if max(prompt_token_ids) >= VOCAB_SIZE:
-            raise InvalidRequestError(
-                f"prompt holds the token id {max(prompt_token_ids)}, out of the vocabulary", param="prompt"
-            )
+        if not prompt_token_ids:
+            raise InvalidRequestError("prompt has no tokens", param="prompt")
+        for ids, param in ((prompt_token_ids, "prompt"), (sampling.stop_token_ids, "stop_token_ids")):
+            if max(ids, default=0) >= VOCAB_SIZE:
+                raise InvalidRequestError(f"{param} holds the token id {max(ids)}, out of the vocabulary", param=param)
         wanted = len(prompt_token_ids) + sampling.max_tokens
         if wanted > self.info.max_model_len:
             raise ContextLengthError(

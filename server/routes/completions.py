@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
-from engine.errors import InvalidRequestError
-from engine.request import SamplingParams
 from server.body import read_json
 from server.engine_client import Tokenizer
 from server.errors import ClientGoneError, ModelNotServedError
@@ -61,25 +58,10 @@ async def _prepare(service: Service, body: CompletionRequest, arrival_time: floa
     """The generators of an admissible request, not yet running. Raises what makes it inadmissible."""
     engine = service.engine
     sampling = body.sampling_params()
-    _require_in_vocabulary(sampling.stop_token_ids, service.require_info().vocab_size)
     prompts = await _tokenize(engine.tokenizer, body.prompts)
     for ids in prompts:
-        _check(service, ids, sampling)
+        engine.check(ids, sampling)
     return [engine.generate(ids, sampling, arrival_time=arrival_time) for ids in prompts]
-
-
-def _check(service: Service, ids: Sequence[int], sampling: SamplingParams) -> None:
-    if not ids:
-        raise InvalidRequestError("prompt must not be empty: it has no tokens", param="prompt")
-    service.engine.check(ids, sampling)
-
-
-def _require_in_vocabulary(stop_token_ids: Sequence[int], vocab_size: int) -> None:
-    if stop_token_ids and max(stop_token_ids) >= vocab_size:
-        raise InvalidRequestError(
-            f"stop_token_ids holds {max(stop_token_ids)}, which is out of the vocabulary of {vocab_size} tokens",
-            param="stop_token_ids",
-        )
 
 
 async def _tokenize(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
