@@ -17,10 +17,10 @@ from engine.kv.format import ELEMENT_BYTES, KVFormat
 from engine.kv.manager import KVCacheManager
 from engine.kv.storage import KVStorage
 from engine.memory import available_bytes, plan_num_blocks
+from engine.model.checkpoint import Checkpoint
 from engine.model.llama import LlamaModel
 from engine.model.ops import Ops, TorchOps
 from engine.model.rope import RopeTable
-from engine.model.checkpoint import Checkpoint
 from engine.model.weights import ModelWeights, load_weights, num_parameters, open_checkpoint
 from engine.model_config import ModelConfig
 from engine.request import SamplingParams

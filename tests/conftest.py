@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from engine.model.hub import resolve
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The GGUF of the default model, from OCTAVO_TEST_GGUF."""
-    path = os.environ.get("OCTAVO_TEST_GGUF")
-    assert path, "set OCTAVO_TEST_GGUF to SmolLM2-135M-Instruct.Q4_1.gguf"
-    return Path(path)
+    """The GGUF of the default model: fetched once into OCTAVO_HOME, as ``octavo pull smollm2-135m`` does."""
+    return resolve("smollm2-135m", progress=lambda done, total: None).path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernel_cache() -> None:
+    """Compiled kernels are kept between runs; in a fresh clone they are compiled once."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from engine.model.weights import LayerWeights, ModelWeights
 
 from engine.attention.backend import AttentionBackend
 from engine.model.ops import HeadNorm, HeadShape, Ops
+from engine.model.weights import LayerWeights, ModelWeights
 from engine.model_config import ModelConfig
 
 

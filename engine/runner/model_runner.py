@@ -7,7 +7,7 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.model.llama import LlamaModel
 from engine.model.rope import RopeTable
-from engine.runner.batch import build_batch
+from engine.runner.batch import ForwardBatch, build_batch
 from engine.runner.sampler import sample
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
 
@@ -24,12 +24,16 @@ class ModelRunner:
         self._block_size = block_size
         self._device = device
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> SampledTokens:
-        batch = build_batch(plan, self._rope, self._block_size, self._device)
-        self._attention.plan(batch.work)
-        logits = self._model.forward(batch.token_ids, batch.cos, batch.sin, batch.sample_rows)
+        batch, logits = self.forward(plan)
         tokens: list[SampledToken | None] = [None] * len(plan.sequences)
         for index, token in zip(batch.sampling_sequences, sample(logits, batch.specs), strict=True):
             tokens[index] = token
         return SampledTokens(tuple(tokens))
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> tuple[ForwardBatch, torch.Tensor]:
+        """The batch, and logits [samples, vocab_size] of the sequences that sample; writes the step's K and V."""
+        batch = build_batch(plan, self._rope, self._block_size, self._device)
+        self._attention.plan(batch.work)
+        return batch, self._model.forward(batch.token_ids, batch.cos, batch.sin, batch.sample_rows)
