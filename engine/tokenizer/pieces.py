@@ -7,7 +7,10 @@ from enum import Enum, auto
 
 
 class SpaceRule(Enum):
-    """What becomes of spaces where a text begins: encoding has put one there that is not in the text."""
+    """What becomes of spaces where a text begins: encoding has put one there that is not in the text.
+
+    DROP_ONE takes one from the first piece, DROP_ALL one from each piece until something is left of one.
+    """
 
     KEEP = auto()
     DROP_ONE = auto()
@@ -40,7 +43,7 @@ class PieceBytes:
         data = self.inner(token_id)
         if self._spaces is SpaceRule.KEEP or isinstance(self._piece(token_id), int):
             return data
-        return data.removeprefix(b" ") if self._spaces is SpaceRule.DROP_ONE else data.lstrip(b" ")
+        return data.removeprefix(b" ")
 
     def begins_text(self, token_id: int) -> bool:
         return bool(self.first(token_id) if self._spaces is SpaceRule.DROP_ALL else self.inner(token_id))

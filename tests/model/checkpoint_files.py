@@ -219,13 +219,16 @@ from engine.model.weights import load_weights, open_checkpoint
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
-before = status("VmRSS")
-weights = load_weights(open_checkpoint(Path(sys.argv[1])), dtype=torch.float32, device="cpu", progress=lambda done, total: None)
-print((status("VmHWM") - before) / weights.nbytes)
+for path in sys.argv[1:]:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    before = status("VmRSS")
+    weights = load_weights(open_checkpoint(Path(path)), dtype=torch.float32, device="cpu", progress=lambda done, total: None)
+    print((status("VmHWM") - before) / weights.nbytes)
+    del weights
 """
 
 
-def peak_ratio(path: Path) -> float:
+def peak_ratios(*paths: Path) -> list[float]:
     """The growth of a fresh process's peak memory (anonymous and mapped) while loading, over the size of the weights."""
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], check=True, capture_output=True, text=True)
-    return float(done.stdout)
+    done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, paths)], check=True, capture_output=True, text=True)
+    return [float(line) for line in done.stdout.split()]

@@ -127,6 +127,17 @@ def test_special_tokens_inside_a_character_do_not_break_it(loaded: dict[str, Tok
     assert stream(loaded["sentencepiece"], [], [head, 2, *tail]) == "日"
 
 
+@pytest.mark.parametrize("num_in_prompt", [1, 2, 3, 4])
+@pytest.mark.parametrize("specials", [[], [2], [1, 2]])
+def test_a_character_begun_in_the_prompt_ends_in_the_output(
+    loaded: dict[str, Tokenizer], num_in_prompt: int, specials: list[int]
+) -> None:
+    ids = [3 + byte for byte in "🎉".encode()]
+    before, after = ids[:num_in_prompt], ids[num_in_prompt:]
+    text = stream(loaded["sentencepiece"], [4, *before, *specials], [*after, 3 + ord("x")])
+    assert text == ("🎉x" if after else "x")
+
+
 @pytest.mark.parametrize(("each_byte", "shown"), [(True, "\ufffd\ufffd"), (False, "\ufffd")])
 def test_incomplete_bytes_are_flushed_as_the_whole_decode_shows_them(each_byte: bool, shown: str) -> None:
     decoder = Utf8Decoder(each_byte)

@@ -145,12 +145,43 @@ def test_add_bos_token_of_a_gguf(spm_model: bytes, tmp_path: Path, flag: bool, b
     assert load_tokenizer(tmp_path / "s.gguf").encode("") == ([1] if flag else [])
 
 
+def test_user_defined_pieces_of_a_gguf_are_cut_out_first(tmp_path: Path) -> None:
+    """As llama.cpp does. SentencePiece itself puts its space before them, which tokenizer.model therefore keeps."""
+    model = build.train_sentencepiece(user_defined_symbols=["<tool>"])
+    build.write_sentencepiece_gguf(tmp_path / "m.gguf", model)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    tool, space = loaded_id(model, "<tool>"), loaded_id(model, "▁")
+    assert load_tokenizer(tmp_path / "m.gguf").encode("<tool>", add_special_tokens=False) == [tool]
+    assert load_tokenizer(tmp_path).encode("<tool>", add_special_tokens=False) == [space, tool]
+    assert load_tokenizer(tmp_path).decode([space, tool]) == "<tool>"
+
+
+@pytest.mark.parametrize(("pre", "ids"), [("llama-bpe", [4]), ("gpt-2", [3, 2])])
+def test_llama3_takes_a_word_that_is_a_token_without_merging(tmp_path: Path, pre: str, ids: list[int]) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["a", "b", "c", "ab", "abc"])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    build.close(writer)
+    assert load_tokenizer(tmp_path / "m.gguf").encode("abc", add_special_tokens=False) == ids
+
+
 def test_dummy_prefix_and_whitespace_rules_of_a_sentencepiece_model(tmp_path: Path) -> None:
-    model = build.train_sentencepiece(remove_extra_whitespaces=True)
+    model = build.train_sentencepiece(remove_extra_whitespaces=True, user_defined_symbols=["▁▁q"])
     (tmp_path / "tokenizer.model").write_bytes(model)
     library, tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model), load_tokenizer(tmp_path)
-    space = library.piece_to_id("▁")
-    for ids in ([space, space, *library.encode("hello")], [space], [3 + 0x20, space], [1, space, space]):
+    space, two_spaces = library.piece_to_id("▁"), library.piece_to_id("▁▁q")
+    assert library.id_to_piece(two_spaces) == "▁▁q"
+    for ids in (
+        [two_spaces],
+        [space, two_spaces],
+        [space, space, *library.encode("hello")],
+        [space],
+        [library.piece_to_id("<0x20>"), space],
+        [1, space, space],
+    ):
         assert tokenizer.decode(ids) == library.decode([i for i in ids if i > 2])
         detokenizer = tokenizer.detokenizer(ids[:1])
         assert tokenizer.decode(ids[:1]) + "".join(map(detokenizer.push, ids[1:])) == tokenizer.decode(ids)
@@ -348,6 +379,9 @@ def test_vocabularies_that_cannot_be_are_refused(
     refuse(tmp_path / "m.gguf", kind, words)
 
 
+ONE_KEY = b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + bytes(7) + b"a"
+
+
 @pytest.mark.parametrize(
     ("content", "kind", "words"),
     [
@@ -357,6 +391,10 @@ def test_vocabularies_that_cannot_be_are_refused(
         (b"GGUF\x00\x00\x00\x03" + bytes(16), UnsupportedModelError, "GGUF version"),
         (b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\xff" * 8, DamagedModelError, "damaged GGUF header"),
         (b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + b"\xff" * 8, DamagedModelError, "damaged GGUF header"),
+        (ONE_KEY + b"\x08\x00\x00\x00" + b"\x09" + bytes(7) + b"short", DamagedModelError, "a string ends at byte"),
+        (ONE_KEY + b"\x09\x00\x00\x00\x04\x00\x00\x00" + b"\xff" * 8, DamagedModelError, "numbers does not fit"),
+        (ONE_KEY + b"\x09\x00\x00\x00\x08\x00\x00\x00" + b"\xff" * 8, DamagedModelError, "strings does not fit"),
+        (ONE_KEY + b"\x63\x00\x00\x00", DamagedModelError, "unknown value type 99"),
     ],
 )
 def test_files_that_are_not_gguf(tmp_path: Path, content: bytes, kind: type[StartupError], words: str) -> None:

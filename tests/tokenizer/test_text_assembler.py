@@ -107,15 +107,17 @@ def test_a_stop_token_that_did_not_end_the_request_is_shown(byte_level: Tokenize
     assert text_of(outputs) == "a<tool>b"
 
 
-@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR, FinishReason.LENGTH, FinishReason.STOP])
-def test_held_text_and_incomplete_bytes_come_out_at_every_end(byte_level: Tokenizer, reason: FinishReason) -> None:
-    ids = byte_level.encode("hello sto")
-    half_a_character = byte_level.encode("ߐ")[:1]
-    events = [*[TokenEvent("r", i) for i in ids + half_a_character], TokenEvent("r", None, reason)]
+@pytest.mark.parametrize("reason", FinishReason)
+@pytest.mark.parametrize("half_a_character", [True, False])
+def test_held_text_and_incomplete_bytes_come_out_at_every_end(
+    byte_level: Tokenizer, reason: FinishReason, half_a_character: bool
+) -> None:
+    ids = byte_level.encode("hello sto") + byte_level.encode("ߐ")[:half_a_character]
+    events = [*[TokenEvent("r", i) for i in ids], TokenEvent("r", None, reason)]
     outputs = run(byte_level, SamplingParams(max_tokens=99, stop=("stop",)), [0], events)
-    assert text_of(outputs) == "hello sto\ufffd"
+    assert text_of(outputs) == "hello sto" + "\ufffd" * half_a_character
     assert outputs[-1].finish_reason is reason
-    assert outputs[-1].num_output_tokens == len(ids) + 1
+    assert outputs[-1].num_output_tokens == len(ids)
     assert outputs[-1].token_ids == ()
     assert outputs[-1].stop_reason is None
 

@@ -88,7 +88,7 @@ def byte_fallback_tokenizer(model: bytes) -> tokenizers.Tokenizer:
 
 
 def byte_level_tokenizer() -> tokenizers.Tokenizer:
-    """GPT-2's kind, with two special tokens and an added token that shows."""
+    """GPT-2's kind, with two special tokens and added tokens that show, some outside its alphabet."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -99,7 +99,7 @@ def byte_level_tokenizer() -> tokenizers.Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(corpus(), trainer)
-    backend.add_tokens(["<tool>"])
+    backend.add_tokens(["<tool>", "<two words>", "日"])
     return backend
 
 
