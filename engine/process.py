@@ -31,7 +31,7 @@ class Mailbox:
     """The two zmq sockets of the engine's side."""
 
     def __init__(self, inbox: str, outbox: str) -> None:
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbox = _connect(context, zmq.PULL, inbox)
         self._outbox = _connect(context, zmq.PUSH, outbox)
         self._decoder = decoder_to_engine()
@@ -95,7 +95,8 @@ def _exit_with_parent() -> None:
     """The parent holds our standard input open; when it closes, the parent is gone and nobody reads our answers."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 1024):  # not through sys.stdin, whose lock a dying interpreter wants
+            pass
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -117,6 +118,7 @@ def main() -> int:
         mailbox.send(Failed(type(error).__name__, str(error)))
         return 2
     mailbox.send(Ready(engine.info))
+    mailbox.send(Outputs((), (), engine.core.idle_stats()))
     run_loop(engine.core, mailbox)
     return 0
 

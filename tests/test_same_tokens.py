@@ -13,7 +13,7 @@ from engine.llm import LLM
 from engine.request import SamplingParams
 
 NUM_TOKENS = 64
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived",
@@ -25,21 +25,6 @@ PROMPTS = (
     "To bake a loaf of bread you first need to mix the flour with water and salt. After that you let the dough rest, because",
 )
 BLOCK_BYTES = 737_280  # 16 tokens of 2 x 30 layers x 3 KV heads x 64 x float32
-
-
-@pytest.fixture(scope="module")
-def expected(smollm2_path: Path) -> list[tuple[int, ...]]:
-    """Greedy tokens of transformers, one prompt at a time."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
-    )
-    answers = []
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt")
-        out = model.generate(**ids, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0)
-        answers.append(tuple(out[0, ids.input_ids.shape[1] :].tolist()))
-    return answers
 
 
 def make_llm(path: Path, *, num_blocks: int = 200, chunk: int = 512, backend: str = "auto", max_num_seqs: int = 64) -> LLM:
@@ -55,15 +40,35 @@ def token_ids(llm: LLM) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
 
 
-def test_alone_then_with_prefix_hits(smollm2_path: Path, expected: list[tuple[int, ...]]) -> None:
-    llm = make_llm(smollm2_path)
-    alone = [llm.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
-    assert [answer.token_ids for answer in alone] == expected
+@pytest.fixture(scope="module")
+def llm(smollm2_path: Path) -> LLM:
+    return make_llm(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[tuple[int, ...]]:
+    """The tokens of each prompt alone; the first test holds them against transformers."""
+    return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
+
+
+def test_transformers_would_choose_every_one_of_these_tokens(smollm2_path: Path, llm: LLM, expected: list[tuple[int, ...]]) -> None:
+    """Its greedy path is ours if, after our prompt and tokens so far, its likeliest next token is always ours."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        ids = llm.tokenizer.encode(prompt)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1]
+        logits[:, list(llm.info.eos_token_ids)] = float("-inf")  # as min_tokens does
+        assert tuple(logits.argmax(-1).tolist()) == tokens
+
+
+def test_with_prefix_hits(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     again = llm.generate(PROMPTS, GREEDY)
     assert [answer.token_ids for answer in again] == expected
     assert again[-1].num_cached_tokens == 16
     longer = [(*llm.tokenizer.encode(prompt), *tokens[:40]) for prompt, tokens in zip(PROMPTS, expected, strict=True)]
-    resumed = llm.generate(longer, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS - 40, ignore_eos=True))
+    rest = NUM_TOKENS - 40
+    resumed = llm.generate(longer, SamplingParams(temperature=0.0, max_tokens=rest, min_tokens=rest))
     assert all(answer.num_cached_tokens >= 32 for answer in resumed), "generated tokens are reusable as a prefix"
     assert [answer.token_ids for answer in resumed] == [tokens[40:] for tokens in expected]
 

@@ -27,7 +27,7 @@ class HeadShape:
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[rows, ...] -> views q [rows, num_heads, head_dim], k and v [rows, num_kv_heads, head_dim]."""
-        q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        q, k, v = torch.split(qkv, [self.q_size, self.kv_size, self.kv_size], dim=-1)
         rows = qkv.shape[0]
         kv_shape = (rows, self.num_kv_heads, self.head_dim)
         return q.view(rows, self.num_heads, self.head_dim), k.view(kv_shape), v.view(kv_shape)

@@ -1,0 +1,52 @@
+# Two commands matter: `make serve` and `make test`. Everything is installed into .venv, from Python packages alone.
+PYTHON ?= python3
+MODEL ?= smollm2-135m
+BIN := .venv/bin
+PIP_FLAGS ?= --quiet --disable-pip-version-check
+# On a CPU-only machine the plain torch on the index may be a CUDA build of several GB; this version has a CPU build where Octavo is developed.
+TORCH ?= torch==2.13.0
+
+.PHONY: help install serve test check lint types bench clean
+
+help:
+	@echo "make serve     install, fetch the default model, serve it on http://127.0.0.1:8000  (MODEL=, OCTAVO_PORT=, ...)"
+	@echo "make test      install what the tests need and run them all"
+	@echo "make check     ruff, mypy --strict, import layers, then the tests: what CI runs"
+	@echo "make install   only make .venv; the command is .venv/bin/octavo"
+	@echo "make bench     start a server and measure it with loadtest/ (a few minutes)"
+
+.venv/bin/python:
+	@echo "creating .venv"
+	@$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml | .venv/bin/python
+	@echo "installing octavo and its dependencies into .venv (a few minutes the first time)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade pip
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --progress-bar on "$(TORCH)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --progress-bar on -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	@echo "installing what the tests need"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --progress-bar on -e '.[dev,loadtest]'
+	@touch $@
+
+install: .venv/.installed
+
+serve: .venv/.installed
+	@exec $(BIN)/octavo serve $(MODEL)
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed-dev
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
