@@ -18,8 +18,8 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.storage import KVStorage
 from engine.memory import available_bytes, plan_num_blocks
 from engine.model.checkpoint import Checkpoint
-from engine.model.llama import LlamaModel
-from engine.model.ops import Ops, TorchOps
+from engine.model.llama import LlamaModel, Model
+from engine.model.ops import TorchOps
 from engine.model.rope import RopeTable
 from engine.model.weights import ModelWeights, load_weights, num_parameters, open_checkpoint
 from engine.model_config import ModelConfig
@@ -62,7 +62,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     num_blocks = plan_num_blocks(config.cache, fmt.block_bytes, available_bytes(device))
     max_model_len = _max_model_len(config, model_config, num_blocks * fmt.block_size, notes)
     storage = KVStorage(fmt, num_blocks, device)
-    attention = choose_backend(config.attention_backend, storage)
+    attention = choose_backend(config.attention_backend, storage, model_config.num_heads)
     runner = _build_runner(model_config, weights, attention, max_model_len, fmt.block_size, device)
     on_progress("warming up (compiles kernels at the first start)", None)
     _warm_up(runner, fmt.block_size)
@@ -138,15 +138,19 @@ def _build_runner(
     device: torch.device,
 ) -> ModelRunner:
     rope = RopeTable((model.rope,), max_model_len, device)
-    return ModelRunner(LlamaModel(model, weights, _ops(weights), attention), rope, attention, block_size, device)
+    return ModelRunner(_build_model(model, weights, attention), rope, attention, block_size, device)
 
 
-def _ops(weights: ModelWeights) -> Ops:
-    if weights.embed.device.type == "cpu" and weights.embed.dtype == torch.float32:
-        from engine.model.cpu_ops import CPUOps  # numba is loaded only where it is used
+def _build_model(config: ModelConfig, weights: ModelWeights, attention: AttentionBackend) -> Model:
+    """The plain model, with the CPU's fast parts where they apply; numba is loaded only then."""
+    if weights.embed.device.type != "cpu" or weights.embed.dtype != torch.float32:
+        return LlamaModel(config, weights, TorchOps(), attention)
+    from engine.attention.cpu import CPUAttention
+    from engine.model.cpu_decoder import CPUDecoder
+    from engine.model.cpu_ops import CPUOps
 
-        return CPUOps()
-    return TorchOps()
+    model = LlamaModel(config, weights, CPUOps(), attention)
+    return CPUDecoder(model, attention) if isinstance(attention, CPUAttention) else model
 
 
 def _warm_up(runner: ModelRunner, block_size: int) -> None:

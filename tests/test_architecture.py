@@ -68,7 +68,9 @@ def level(module: str) -> int | None:
 MODULES = dict(modules())
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith("loadtest") and name not in PACKAGE_MARKERS])
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if not name.startswith("loadtest") and name not in PACKAGE_MARKERS]
+)
 def test_imports_go_down(module: str) -> None:
     own = level(module)
     assert own is not None, f"{module} is in no layer: add it to LAYERS"

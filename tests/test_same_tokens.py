@@ -51,9 +51,13 @@ def expected(llm: LLM) -> list[tuple[int, ...]]:
     return [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS]
 
 
-def test_transformers_would_choose_every_one_of_these_tokens(smollm2_path: Path, llm: LLM, expected: list[tuple[int, ...]]) -> None:
+def test_transformers_would_choose_every_one_of_these_tokens(
+    smollm2_path: Path, llm: LLM, expected: list[tuple[int, ...]]
+) -> None:
     """Its greedy path is ours if, after our prompt and tokens so far, its likeliest next token is always ours."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    )
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         ids = llm.tokenizer.encode(prompt)
         with torch.no_grad():

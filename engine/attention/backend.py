@@ -26,12 +26,12 @@ class AttentionBackend(Protocol):
         """
 
 
-def choose_backend(name: str, storage: KVStorage) -> AttentionBackend:
+def choose_backend(name: str, storage: KVStorage, num_heads: int) -> AttentionBackend:
     """ "auto" takes the CPU kernels on a CPU and the reference elsewhere."""
     from engine.attention.cpu import CPUAttention
     from engine.attention.reference import ReferenceAttention
 
     on_cpu = storage.bytes.device.type == "cpu"
     if name == "cpu" or (name == "auto" and on_cpu):
-        return CPUAttention(storage)
+        return CPUAttention(storage, num_heads)
     return ReferenceAttention(storage)

@@ -19,22 +19,22 @@ BITS_VIEW = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.f
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The decode items of a step, split into units of at most SPLIT tokens.
+    """The decode items of a step, split into units of at most SPLIT tokens, and room for the units' results.
 
-    rows int64 [sequences]; tables int32 [sequences, blocks]; units int32 [units, 3]; first_unit int32 [sequences + 1].
+    rows int64 [sequences], the batch row of each; tables int32 [sequences, blocks]; units int32 [units, 3]; first_unit int32
+    [sequences + 1]; partial float32 [units, kv_heads, group, head_dim]; peaks, totals float32 [units, kv_heads, group].
     """
 
-    rows: torch.Tensor
+    rows: NDArray[np.int64]
     tables: NDArray[np.int32]
     units: NDArray[np.int32]
     first_unit: NDArray[np.int32]
+    partial: NDArray[np.float32]
+    peaks: NDArray[np.float32]
+    totals: NDArray[np.float32]
 
-    @property
-    def num_units(self) -> int:
-        return len(self.units)
 
-
-def plan_decode(items: list[WorkItem]) -> DecodePlan | None:
+def plan_decode(items: list[WorkItem], kv_heads: int, group: int, head_dim: int) -> DecodePlan | None:
     if not items:
         return None
     tables = np.zeros((len(items), max(len(item.block_ids) for item in items)), np.int32)
@@ -47,10 +47,13 @@ def plan_decode(items: list[WorkItem]) -> DecodePlan | None:
         units.extend((seq, start, min(start + cpu_kernels.SPLIT, length)) for start in starts)
         first_unit.append(len(units))
     return DecodePlan(
-        rows=torch.tensor([item.query_start for item in items], dtype=torch.long),
+        rows=np.array([item.query_start for item in items], np.int64),
         tables=tables,
         units=np.array(units, np.int32),
         first_unit=np.array(first_unit, np.int32),
+        partial=np.empty((len(units), kv_heads, group, head_dim), np.float32),
+        peaks=np.empty((len(units), kv_heads, group), np.float32),
+        totals=np.empty((len(units), kv_heads, group), np.float32),
     )
 
 
@@ -59,45 +62,48 @@ class CPUAttention:
 
     name = "cpu"
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: KVStorage, num_heads: int) -> None:
+        self.format = storage.format
+        self.pool = storage.elements.view(BITS_VIEW[storage.elements.dtype]).numpy()
+        self.slots = np.empty(0, np.int64)
+        self.decode: DecodePlan | None = None
         self._storage = storage
-        self._dtype = storage.elements.dtype
-        self._pool = storage.elements.view(BITS_VIEW[self._dtype]).numpy()
-        self._slots = np.empty(0, np.int64)
-        self._decode: DecodePlan | None = None
+        self._group = num_heads // storage.format.num_kv_heads
         self._prefill: tuple[PreparedItem, ...] = ()
 
+    @property
+    def is_decode_only(self) -> bool:
+        return not self._prefill
+
     def plan(self, work: AttentionWork) -> None:
-        device = self._storage.bytes.device
-        self._slots = np.array(work.slots, np.int64)
-        self._decode = plan_decode([item for item in work.items if item.num_queries == 1])
-        self._prefill = tuple(prepare_item(item, self._dtype, device) for item in work.items if item.num_queries > 1)
+        fmt, device, dtype = self.format, self._storage.bytes.device, self._storage.elements.dtype
+        self.slots = np.array(work.slots, np.int64)
+        decodes = [item for item in work.items if item.num_queries == 1]
+        self.decode = plan_decode(decodes, fmt.num_kv_heads, self._group, fmt.head_dim)
+        self._prefill = tuple(prepare_item(item, dtype, device) for item in work.items if item.num_queries > 1)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        fmt = self._storage.format
-        bits = BITS_VIEW[self._dtype]
+        fmt, bits = self.format, BITS_VIEW[q.dtype]
+        k_bits, v_bits = k.flatten(1).view(bits).numpy(), v.flatten(1).view(bits).numpy()
         offsets = fmt.k_offset(layer), fmt.v_offset(layer)
-        cpu_kernels.store_kv(k.view(bits).numpy(), v.view(bits).numpy(), self._slots, self._pool, *offsets, fmt.block_size)
+        cpu_kernels.store_kv(k_bits, v_bits, self.slots, self.pool, *offsets, fmt.block_size, fmt.head_dim)
         out = torch.empty(q.shape, dtype=q.dtype)
-        if self._decode is not None:
-            self._run_decode(self._decode, layer, q, out)
+        if self.decode is not None:
+            self._run_decode(self.decode, layer, q, out)
         for prepared in self._prefill:
             rows = slice(prepared.item.query_start, prepared.item.query_start + prepared.item.num_queries)
             out[rows] = attend_item(prepared, q[rows], self._storage.k(layer), self._storage.v(layer))
         return out
 
     def _run_decode(self, plan: DecodePlan, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        fmt = self._storage.format
-        group = q.shape[1] // fmt.num_kv_heads
-        queries = q[plan.rows].float().view(len(plan.rows), fmt.num_kv_heads, group, fmt.head_dim).numpy()
-        partial = np.empty((plan.num_units, *queries.shape[1:]), np.float32)
-        peaks = np.empty(partial.shape[:3], np.float32)
-        totals = np.empty(partial.shape[:3], np.float32)
+        fmt = self.format
+        wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
         cpu_kernels.decode(
-            queries, self._pool, fmt.k_offset(layer), fmt.v_offset(layer), plan.tables, plan.units,
-            np.float32(fmt.head_dim**-0.5), fmt.block_size, partial, peaks, totals,
+            q.flatten(1).float().numpy(), plan.rows, fmt.num_kv_heads, fmt.head_dim, self.pool, fmt.k_offset(layer),
+            fmt.v_offset(layer), plan.tables, plan.units, np.float32(fmt.head_dim**-0.5), fmt.block_size,
+            plan.partial, plan.peaks, plan.totals,
         )  # fmt: skip
-        cpu_kernels.merge(
-            partial, peaks, totals, plan.first_unit, queries
-        )  # the queries are spent: their memory takes the result
-        out[plan.rows] = torch.from_numpy(queries).view(len(plan.rows), q.shape[1], fmt.head_dim).to(out.dtype)
+        cpu_kernels.merge(plan.partial, plan.peaks, plan.totals, plan.first_unit, plan.rows, wide.flatten(1).numpy())
+        if wide is not out:
+            rows = torch.from_numpy(plan.rows)
+            out[rows] = wide[rows].to(out.dtype)

@@ -16,30 +16,29 @@ FAST = {"reassoc", "nsz", "arcp", "contract"}
 SPLIT = 256  # tokens of context that one work unit reads; fixed, so that a result never depends on who shares the batch
 
 
-@njit(cache=True, fastmath=FAST, error_model="numpy")
-def store_kv(k, v, slots, pool, k_offset, v_offset, block_size):
-    """k, v [rows, kv_heads, head_dim] of the pool's element type (or its bits) -> row i at slot slots[i]."""
-    rows, kv_heads, head_dim = k.shape
+@njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
+def store_kv(k, v, slots, pool, k_offset, v_offset, block_size, head_dim):
+    """k, v [rows, kv_heads * head_dim] of the pool's element type (or its bits): row i goes to slot slots[i]."""
     tile = block_size * head_dim
-    for row in range(rows):
+    for row in prange(k.shape[0]):
         block = slots[row] // block_size
         at = (slots[row] % block_size) * head_dim
-        for head in range(kv_heads):
+        for head in range(k.shape[1] // head_dim):
             for d in range(head_dim):
-                pool[block, k_offset + head * tile + at + d] = k[row, head, d]
-                pool[block, v_offset + head * tile + at + d] = v[row, head, d]
+                pool[block, k_offset + head * tile + at + d] = k[row, head * head_dim + d]
+                pool[block, v_offset + head * tile + at + d] = v[row, head * head_dim + d]
 
 
 @njit(cache=True, fastmath=FAST, error_model="numpy", inline="always")
 def _scores(q, heads, k, num_tokens, head_dim, scale, out, at):
-    """out[g, at + t] = scale * q[g] . k[t] for the tokens of one tile, four tokens at a time."""
+    """out[g, at + t] = scale * q[g] . k[t] for the tokens of one tile, four tokens at a time. q flat: heads * head_dim."""
     whole = num_tokens - num_tokens % 4
     for g in range(heads):
         for t in range(0, whole, 4):
             base = t * head_dim
             s0 = s1 = s2 = s3 = np.float32(0.0)
             for d in range(head_dim):
-                x = q[g, d]
+                x = q[g * head_dim + d]
                 s0 += x * k[base + d]
                 s1 += x * k[base + head_dim + d]
                 s2 += x * k[base + 2 * head_dim + d]
@@ -51,7 +50,7 @@ def _scores(q, heads, k, num_tokens, head_dim, scale, out, at):
         for t in range(whole, num_tokens):
             s0 = np.float32(0.0)
             for d in range(head_dim):
-                s0 += q[g, d] * k[t * head_dim + d]
+                s0 += q[g * head_dim + d] * k[t * head_dim + d]
             out[g, at + t] = s0 * scale
 
 
@@ -141,20 +140,18 @@ def _load_float16(pool, block, offset, size, scratch):
 
 
 @njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
-def decode(q, pool, k_offset, v_offset, tables, units, scale, block_size, partial, peaks, totals):
+def decode(q, rows, kv_heads, head_dim, pool, k_offset, v_offset, tables, units, scale, block_size, partial, peaks, totals):
     """Attention of one query row per sequence over one split of its context, for all units and KV heads.
 
-    q float32 [sequences, kv_heads, group, head_dim]; tables int32 [sequences, blocks]; units int32 [units, 3] of (sequence, first
-    token, token behind the last), at most SPLIT tokens each. Writes what ``merge`` reads.
+    q float32 [batch rows, num_heads * head_dim], sequence s asks with row rows[s]; tables int32 [sequences, blocks]; units int32
+    [units, 3] of (sequence, first token, token behind the last), at most SPLIT tokens each. Writes what ``merge`` reads.
     """
-    num_units = units.shape[0]
-    kv_heads = q.shape[1]
-    heads, head_dim = q.shape[2], q.shape[3]
+    heads = partial.shape[2]
     tile = block_size * head_dim
-    for job in prange(num_units * kv_heads):
+    for job in prange(units.shape[0] * kv_heads):
         unit, head = job // kv_heads, job % kv_heads
         seq, start, end = units[unit, 0], units[unit, 1], units[unit, 2]
-        query = q[seq, head]
+        query = q[rows[seq], head * heads * head_dim : (head + 1) * heads * head_dim]
         out = partial[unit, head]
         weights = np.empty((heads, SPLIT), np.float32)
         bits = np.empty(SPLIT, np.int32)
@@ -183,26 +180,26 @@ def decode(q, pool, k_offset, v_offset, tables, units, scale, block_size, partia
 
 
 @njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
-def merge(partial, peaks, totals, first_unit, out):
+def merge(partial, peaks, totals, first_unit, rows, out):
     """Join the units of each sequence by log-sum-exp.
 
     partial [units, kv_heads, group, head_dim] unnormalised sums, peaks and totals [units, kv_heads, group]; sequence s owns units
-    [first_unit[s], first_unit[s + 1]); out [sequences, kv_heads, group, head_dim].
+    [first_unit[s], first_unit[s + 1]) and is written to row rows[s] of out [batch rows, num_heads * head_dim].
     """
-    num_seqs, kv_heads, heads, head_dim = out.shape
-    for job in prange(num_seqs * kv_heads):
-        seq, head = job // kv_heads, job % kv_heads
-        for g in range(heads):
-            peak = np.float32(-np.inf)
-            for unit in range(first_unit[seq], first_unit[seq + 1]):
-                peak = max(peak, peaks[unit, head, g])
-            total = np.float32(0.0)
-            for d in range(head_dim):
-                out[seq, head, g, d] = np.float32(0.0)
-            for unit in range(first_unit[seq], first_unit[seq + 1]):
-                factor = np.exp(peaks[unit, head, g] - peak)
-                total += totals[unit, head, g] * factor
+    _, kv_heads, heads, head_dim = partial.shape
+    for seq in prange(len(rows)):
+        for head in range(kv_heads):
+            for g in range(heads):
+                peak = np.float32(-np.inf)
+                for unit in range(first_unit[seq], first_unit[seq + 1]):
+                    peak = max(peak, peaks[unit, head, g])
+                total = np.float32(0.0)
+                result = out[rows[seq], (head * heads + g) * head_dim : (head * heads + g + 1) * head_dim]
+                result[:] = np.float32(0.0)
+                for unit in range(first_unit[seq], first_unit[seq + 1]):
+                    factor = np.exp(peaks[unit, head, g] - peak)
+                    total += totals[unit, head, g] * factor
+                    for d in range(head_dim):
+                        result[d] += partial[unit, head, g, d] * factor
                 for d in range(head_dim):
-                    out[seq, head, g, d] += partial[unit, head, g, d] * factor
-            for d in range(head_dim):
-                out[seq, head, g, d] /= total
+                    result[d] /= total

@@ -75,10 +75,19 @@ def skinny_matmul(x, w, out):
             out[m, n] = total
 
 
-@njit(cache=True, fastmath=FAST, error_model="numpy")
+@njit(cache=True, error_model="numpy")
+def add_bias(x, bias):
+    """x[m] += bias, or nothing when the bias is empty."""
+    if bias.size:
+        for m in range(x.shape[0]):
+            for i in range(x.shape[1]):
+                x[m, i] += bias[i]
+
+
+@njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
 def rms_norm(x, weight, eps, out):
     rows, width = x.shape
-    for m in range(rows):
+    for m in prange(rows):
         total = np.float32(0.0)
         for i in range(width):
             total += x[m, i] * x[m, i]
@@ -87,11 +96,11 @@ def rms_norm(x, weight, eps, out):
             out[m, i] = x[m, i] * scale * weight[i]
 
 
-@njit(cache=True, fastmath=FAST, error_model="numpy")
+@njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
 def add_rms_norm(x, residual, weight, eps):
     """residual += x, then x = rms_norm(residual)."""
     rows, width = x.shape
-    for m in range(rows):
+    for m in prange(rows):
         total = np.float32(0.0)
         for i in range(width):
             s = residual[m, i] + x[m, i]
@@ -102,12 +111,12 @@ def add_rms_norm(x, residual, weight, eps):
             x[m, i] = residual[m, i] * scale * weight[i]
 
 
-@njit(cache=True, fastmath=FAST, error_model="numpy")
+@njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
 def rotate(qkv, cos, sin, num_heads, num_kv_heads, head_dim, q_weight, k_weight, eps):
     """Norm (when the weights are not empty) and rotate the q and k heads of each row, in place, half layout."""
     rows = qkv.shape[0]
     half = head_dim // 2
-    for m in range(rows):
+    for m in prange(rows):
         for head in range(num_heads + num_kv_heads):
             at = head * head_dim
             weight = q_weight if head < num_heads else k_weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from engine.attention.backend import AttentionBackend
@@ -10,13 +12,21 @@ from engine.model.weights import LayerWeights, ModelWeights
 from engine.model_config import ModelConfig
 
 
+class Model(Protocol):
+    """What the runner needs of a model: LlamaModel, or a faster twin of it."""
+
+    def forward(
+        self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
 class LlamaModel:
     """Llama, SmolLM2, Mistral, Qwen2 and Qwen3 by their weights: a bias or QK-norm is there or is None."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops, attention: AttentionBackend) -> None:
         self.config = config
         self.weights = weights
-        self._ops = ops
+        self.ops = ops
         self._attention = attention
         self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
 
@@ -26,7 +36,7 @@ class LlamaModel:
         token_ids int64 [rows]; cos, sin float32 [rows, rotary_dim / 2]; sample_rows int64 [samples].
         Returns logits [samples, vocab_size] in the compute dtype; K and V of all rows are in the cache afterwards.
         """
-        weights, eps, ops = self.weights, self.config.rms_norm_eps, self._ops
+        weights, eps, ops = self.weights, self.config.rms_norm_eps, self.ops
         residual = weights.embed[token_ids]
         x = ops.rms_norm(residual, weights.layers[0].input_norm, eps)
         for index, layer in enumerate(weights.layers):
@@ -44,11 +54,11 @@ class LlamaModel:
         norm = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norm = HeadNorm(layer.q_norm, layer.k_norm, self.config.rms_norm_eps)
-        qkv = self._ops.linear(x, layer.qkv, layer.qkv_bias)
-        self._ops.rotate(qkv, self._heads, cos, sin, norm)
+        qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias)
+        self.ops.rotate(qkv, self._heads, cos, sin, norm)
         out = self._attention.run(index, *self._heads.split(qkv))
-        return self._ops.linear(out.view(len(x), -1), layer.o, layer.o_bias)
+        return self.ops.linear(out.view(len(x), -1), layer.o, layer.o_bias)
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self._ops.linear(x, layer.gate_up, layer.gate_up_bias)
-        return self._ops.linear(self._ops.silu_mul(gate_up), layer.down, layer.down_bias)
+        gate_up = self.ops.linear(x, layer.gate_up, layer.gate_up_bias)
+        return self.ops.linear(self.ops.silu_mul(gate_up), layer.down, layer.down_bias)

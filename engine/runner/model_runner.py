@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.model.llama import LlamaModel
+from engine.model.llama import Model
 from engine.model.rope import RopeTable
 from engine.runner.batch import ForwardBatch, build_batch
 from engine.runner.sampler import sample
@@ -16,7 +16,7 @@ class ModelRunner:
     """The model over the paged cache; see ``Runner``."""
 
     def __init__(
-        self, model: LlamaModel, rope: RopeTable, attention: AttentionBackend, block_size: int, device: torch.device
+        self, model: Model, rope: RopeTable, attention: AttentionBackend, block_size: int, device: torch.device
     ) -> None:
         self._model = model
         self._rope = rope
