@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from engine.attention import cpu_kernels
 from engine.attention.metadata import AttentionWork, WorkItem
 from engine.attention.reference import PreparedItem, attend_item, prepare_item
 from engine.kv.storage import KVStorage
+
+QUERIES_AT_A_TIME = 256  # rows of a prefill that torch's attention gets at once
 
 # How numba is shown the elements of each type; 16-bit floats as their bits, see cpu_kernels.load_tile.
 BITS_VIEW = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -57,6 +60,22 @@ def plan_decode(items: list[WorkItem], kv_heads: int, group: int, head_dim: int)
     )
 
 
+def split_queries(item: WorkItem, block_size: int) -> Iterator[WorkItem]:
+    """The item as items of at most QUERIES_AT_A_TIME rows: none of them reads keys that lie behind its own last row."""
+    for first in range(0, item.num_queries, QUERIES_AT_A_TIME):
+        num_queries = min(QUERIES_AT_A_TIME, item.num_queries - first)
+        first_position = item.first_position + first
+        end = min(item.end, first_position + num_queries)
+        yield replace(
+            item,
+            query_start=item.query_start + first,
+            num_queries=num_queries,
+            first_position=first_position,
+            block_ids=item.block_ids[: -(-(end - item.start) // block_size)],
+            end=end,
+        )
+
+
 class CPUAttention:
     """See ``AttentionBackend``. Decode contexts are split at fixed lengths, so a row's result never depends on its neighbours."""
 
@@ -80,7 +99,8 @@ class CPUAttention:
         self.slots = np.array(work.slots, np.int64)
         decodes = [item for item in work.items if item.num_queries == 1]
         self.decode = plan_decode(decodes, fmt.num_kv_heads, self._group, fmt.head_dim)
-        self._prefill = tuple(prepare_item(item, dtype, device) for item in work.items if item.num_queries > 1)
+        pieces = (piece for item in work.items if item.num_queries > 1 for piece in split_queries(item, work.block_size))
+        self._prefill = tuple(prepare_item(piece, dtype, device) for piece in pieces)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         fmt, bits = self.format, BITS_VIEW[q.dtype]

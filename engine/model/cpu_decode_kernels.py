@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import njit
 
 from engine.attention.cpu_kernels import decode, merge, store_kv
-from engine.model.cpu_ops_kernels import add_bias, add_rms_norm, rotate, silu_mul, skinny_matmul
+from engine.model.cpu_ops_kernels import add_bias, add_rms_norm, matmul, rotate, silu_mul
 
 
 @njit(cache=True, error_model="numpy")
@@ -22,7 +22,7 @@ def decode_layer(x, residual, weights, next_norm, eps, cos, sin, cache, plan, ro
     qkv, attended, gate_up, activation = room
     q_size, kv_size = attended.shape[1], kv_heads * head_dim
 
-    skinny_matmul(x, qkv_weight, qkv)
+    matmul(x, qkv_weight, qkv)
     add_bias(qkv, qkv_bias)
     rotate(qkv, cos, sin, q_size // head_dim, kv_heads, head_dim, q_norm, k_norm, eps)
     k, v = qkv[:, q_size : q_size + kv_size], qkv[:, q_size + kv_size :]
@@ -30,12 +30,12 @@ def decode_layer(x, residual, weights, next_norm, eps, cos, sin, cache, plan, ro
     q = qkv[:, :q_size]
     decode(q, rows, kv_heads, head_dim, pool, k_offset, v_offset, tables, units, scale, block_size, partial, peaks, totals)
     merge(partial, peaks, totals, first_unit, rows, attended)
-    skinny_matmul(attended, o_weight, x)
+    matmul(attended, o_weight, x)
     add_bias(x, o_bias)
     add_rms_norm(x, residual, norm, eps)
-    skinny_matmul(x, gate_up_weight, gate_up)
+    matmul(x, gate_up_weight, gate_up)
     add_bias(gate_up, gate_up_bias)
     silu_mul(gate_up, activation)
-    skinny_matmul(activation, down_weight, x)
+    matmul(activation, down_weight, x)
     add_bias(x, down_bias)
     add_rms_norm(x, residual, next_norm, eps)

@@ -24,6 +24,7 @@ class ModelRunner:
         self._block_size = block_size
         self._device = device
 
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> SampledTokens:
         batch, logits = self.forward(plan)
         tokens: list[SampledToken | None] = [None] * len(plan.sequences)

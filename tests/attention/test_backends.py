@@ -116,6 +116,11 @@ def test_decode_across_the_split_length(length: int) -> None:
     torch.testing.assert_close(case.run().double(), expected(case), atol=2e-6, rtol=2e-6)
 
 
+def test_a_prefill_longer_than_what_torch_gets_at_once() -> None:
+    case = make_case("cpu", [(37, 530)], heads=(2, 1, 16))
+    torch.testing.assert_close(case.run().double(), expected(case), atol=2e-6, rtol=2e-6)
+
+
 def test_large_scores_do_not_overflow_and_nan_stays_nan() -> None:
     case = make_case("cpu", [(300, 1)])
     case.q *= 200.0
