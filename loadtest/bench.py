@@ -129,7 +129,7 @@ async def _repeat(
 
 
 async def _warm_up(endpoint: Endpoint, source: WorkloadSource) -> None:
-    """One untimed request of every shape that is compiled or allocated on first use: a long prompt and some decoding."""
+    """One untimed, short request. What a server first does for longer prompts or batches falls into their first repetition."""
     (prompt,) = source.build(SCENARIOS["single"], repetition=-1).requests
     await complete(endpoint, CompletionRequest(prompt.prompt, 8))
 

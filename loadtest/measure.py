@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 
 from loadtest.client import CompletionRequest, Endpoint, complete
-from loadtest.proc import CpuLoad, CpuMeter
+from loadtest.proc import CpuLoad, load_between, take_sample
 from loadtest.stream import CompletionRecord, StreamError
 from loadtest.workload import Scenario, Workload
 
@@ -91,10 +91,10 @@ async def repeat_once(
 ) -> Repetition:
     """Send the primers in turn, then all requests at once, and judge what came back."""
     primed = [await attempt(endpoint, primer) for primer in workload.primers]
-    meter = CpuMeter(server_pid) if server_pid is not None else None
+    before = take_sample(server_pid) if server_pid is not None else None
     start = time.perf_counter()
     outcomes = await asyncio.gather(*(attempt(endpoint, request) for request in workload.requests))
-    load = meter.load() if meter is not None else None
+    load = load_between(before, take_sample(server_pid)) if before is not None and server_pid is not None else None
     problems = (*find_problems(primed, workload.primers), *find_problems(outcomes, workload.requests))
     records = [outcome for outcome in outcomes if isinstance(outcome, CompletionRecord)]
     if not problems:

@@ -35,19 +35,25 @@ class CpuLoad:
     foreign: float
 
 
-class CpuMeter:
-    """Measures from its construction to ``load``. The tree's processes must live through it to be counted as the server's."""
+@dataclass(frozen=True, slots=True)
+class CpuSample:
+    """Seconds so far: by the clock, and of CPU time of the whole machine, the server's tree and this process."""
 
-    def __init__(self, server_pid: int) -> None:
-        self._pid = server_pid
-        self._start = self._now()
+    wall: float
+    machine: float
+    server: float
+    client: float
 
-    def load(self) -> CpuLoad:
-        wall, machine, server, client = (end - start for end, start in zip(self._now(), self._start, strict=True))
-        return CpuLoad(server / wall, client / wall, max(0.0, machine - server - client) / wall)
 
-    def _now(self) -> tuple[float, float, float, float]:
-        return time.perf_counter(), machine_busy_seconds(), tree_cpu_seconds(self._pid), time.process_time()
+def take_sample(server_pid: int) -> CpuSample:
+    return CpuSample(time.perf_counter(), machine_busy_seconds(), tree_cpu_seconds(server_pid), time.process_time())
+
+
+def load_between(start: CpuSample, end: CpuSample) -> CpuLoad:
+    """The server's processes must have lived through it to be counted as the server's."""
+    wall, server, client = end.wall - start.wall, end.server - start.server, end.client - start.client
+    foreign = max(0.0, end.machine - start.machine - server - client)
+    return CpuLoad(server / wall, client / wall, foreign / wall)
 
 
 def process_tree(pid: int) -> tuple[int, ...]:

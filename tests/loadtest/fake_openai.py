@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+FRAMINGS = {"chunked": b"Transfer-Encoding: chunked", "close": b"X-Framing: none", "too_long": b"Content-Length: 1000000"}
+
 
 @dataclass
 class FakeServer:
@@ -65,7 +67,7 @@ class FakeServer:
     async def _stream(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         chunked = self.framing == "chunked"
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n")
-        writer.write(b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"\r\n")
+        writer.write(FRAMINGS[self.framing] + b"\r\n\r\n")
         await writer.drain()
         async for data in self._events(body):
             event = b"data: " + data + b"\n\n"
@@ -105,7 +107,11 @@ class FakeServer:
 
     def _usage(self, body: dict[str, Any], num_tokens: int) -> bytes:
         details = {"cached_tokens": self.cached_tokens}
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": num_tokens, "prompt_tokens_details": details}
+        usage = {
+            "prompt_tokens": len(body["prompt"]) + (self.fault == "miscount"),
+            "completion_tokens": num_tokens,
+            "prompt_tokens_details": details,
+        }
         if self.fault == "half_usage":
             del usage["completion_tokens"]
         return json.dumps({"choices": [], "usage": usage}).encode()

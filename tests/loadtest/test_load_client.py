@@ -91,6 +91,12 @@ async def test_a_cut_without_framing_shows_as_a_missing_done() -> None:
     assert caught.value.kind is FailureKind.NO_DONE
 
 
+async def test_a_body_shorter_than_its_content_length_is_cut() -> None:
+    with pytest.raises(StreamError) as caught:
+        await answer(FakeServer(framing="too_long"))
+    assert caught.value.kind is FailureKind.CUT
+
+
 async def test_nobody_listens() -> None:
     async with running(FakeServer()) as url:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, repeat
 
 import pytest
 from fake_openai import FakeServer, running
@@ -79,6 +80,18 @@ async def test_failures_invalidate_and_are_all_listed() -> None:
     assert result.figures is None
     assert [problem.split(":")[0] for problem in result.problems] == ["request 0", "request 1", "request 2"]
     assert all("cut:" in problem for problem in result.problems)
+
+
+async def test_a_prompt_that_the_server_counts_otherwise_invalidates() -> None:
+    result = await repetition(FakeServer(fault="miscount"))
+    assert result.figures is None
+    assert "prompt tokens counted" in result.problems[0]
+
+
+async def test_a_primer_that_failed_invalidates() -> None:
+    result = await repetition(FakeServer(next_faults=chain(["cut"], repeat(""))), SCENARIOS["prefix16_warm"])
+    assert result.figures is None
+    assert len(result.problems) == 1
 
 
 async def test_a_cold_scenario_must_not_hit_the_cache() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from loadtest.ceilings import _round
-from loadtest.proc import CpuMeter, memory_use, process_tree, tree_cpu_seconds
+from loadtest.proc import CpuLoad, CpuSample, load_between, memory_use, process_tree, take_sample, tree_cpu_seconds
 
 HOLD_64_MIB = "b = bytearray(b'x') * (64 << 20); del b"
 SPIN = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
@@ -50,21 +50,28 @@ def test_the_peak_remembers_what_pss_has_forgotten() -> None:
 def test_cpu_time_goes_to_whom_it_belongs() -> None:
     with child(SPIN) as pid:
         assert 0.25 < tree_cpu_seconds(pid) < 1.0
-        meter = CpuMeter(pid)
+        before = take_sample(pid)
         end = time.process_time() + 0.2
         while time.process_time() < end:
             pass
-        load = meter.load()
+        load = load_between(before, take_sample(pid))
     assert load.server < 0.1
     assert load.client > 0.2
     assert load.foreign >= 0.0
 
 
+def test_what_neither_server_nor_client_used_is_foreign() -> None:
+    before, after = CpuSample(10.0, 100.0, 20.0, 5.0), CpuSample(14.0, 107.0, 24.0, 6.0)
+    assert load_between(before, after) == CpuLoad(server=1.0, client=0.25, foreign=0.5)
+    rounded = CpuSample(14.0, 104.0, 24.0, 6.0)
+    assert load_between(before, rounded).foreign == 0.0, "ticks are coarse; never less than nothing"
+
+
 def test_other_processes_are_foreign() -> None:
     with child("") as server:
-        meter = CpuMeter(server)
+        before = take_sample(server)
         subprocess.run([sys.executable, "-c", SPIN], check=True)
-        assert meter.load().foreign > 0.3
+        assert load_between(before, take_sample(server)).foreign > 0.3
 
 
 def test_a_round_lasts_from_the_first_start_to_the_last_end() -> None:
