@@ -5,7 +5,8 @@ from __future__ import annotations
 from numba import njit
 
 from engine.attention.cpu_kernels import decode, merge, store_kv
-from engine.model.cpu_ops_kernels import add_bias, add_rms_norm, matmul, rotate, silu_mul
+from engine.model.cpu_matmul import matmul
+from engine.model.cpu_ops_kernels import add_bias, add_rms_norm, rotate, silu_mul
 
 
 @njit(cache=True, error_model="numpy")

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from engine.attention.cpu import CPUAttention, DecodePlan
 from engine.model.cpu_decode_kernels import decode_layer
-from engine.model.cpu_ops import MAX_SKINNY_ROWS
 from engine.model.llama import LlamaModel
 from engine.model.weights import LayerWeights
 
@@ -49,7 +48,7 @@ class CPUDecoder:
     def forward(self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
         """See ``LlamaModel.forward``."""
         plan = self._attention.decode
-        if plan is None or not self._attention.is_decode_only or len(token_ids) > MAX_SKINNY_ROWS:
+        if plan is None or not self._attention.is_decode_only:
             return self._model.forward(token_ids, cos, sin, sample_rows)
         ops, weights = self._model.ops, self._model.weights
         residual = weights.embed[token_ids]

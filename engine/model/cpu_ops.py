@@ -1,35 +1,25 @@
-"""The operations of ``Ops`` as fused numba kernels, for float32 on a CPU; matrix products of many rows go to oneDNN."""
+"""The operations of ``Ops`` as fused numba kernels, for float32 on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from engine.model import cpu_ops_kernels as kernels
+from engine.model.cpu_matmul import matmul
 from engine.model.ops import HeadNorm, HeadShape
-
-# Up to this many rows the kernel, which streams the weights once, beats both of torch's matrix libraries.
-MAX_SKINNY_ROWS = 64
 
 _NO_NORM = np.empty(0, np.float32)
 
 
 class CPUOps:
-    """See ``Ops``. float32 only. Rows have the same bits in any batch of 2 to MAX_SKINNY_ROWS rows."""
-
-    def __init__(self) -> None:
-        self._many_rows_linear = _many_rows_linear()
+    """See ``Ops``. float32 only. A row has the same bits in any batch of two rows or more."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows = x.shape[0]
-        if rows > MAX_SKINNY_ROWS:
-            return self._many_rows_linear(x, weight, bias)
         out = torch.empty((rows, weight.shape[0]), dtype=torch.float32)
         if rows:
-            kernels.matmul(x.numpy(), weight.numpy(), out.numpy())
+            matmul(x.numpy(), weight.numpy(), out.numpy())
         return out if bias is None else out.add_(bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -54,15 +44,3 @@ class CPUOps:
         out = torch.empty((rows, width // 2), dtype=torch.float32)
         kernels.silu_mul(gate_up.numpy(), out.numpy())
         return out
-
-
-def _many_rows_linear() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """oneDNN's product where this build of torch has it: 10-30 % faster at 512 rows than MKL's, which F.linear takes."""
-    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return F.linear
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
-
-    return linear

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.cpu_ops import MAX_SKINNY_ROWS, CPUOps
+from engine.model.cpu_ops import CPUOps
 from engine.model.ops import HeadNorm, HeadShape, TorchOps
 
 FAST, SLOW = CPUOps(), TorchOps()
@@ -15,7 +15,7 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 16, MAX_SKINNY_ROWS, MAX_SKINNY_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 16, 17, 150])
 @pytest.mark.parametrize(("width", "depth"), [(64, 64), (37, 50), (3, 5), (960, 576)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(rows: int, width: int, depth: int, with_bias: bool) -> None:
@@ -23,11 +23,11 @@ def test_linear(rows: int, width: int, depth: int, with_bias: bool) -> None:
     torch.testing.assert_close(FAST.linear(x, weight, bias), SLOW.linear(x, weight, bias), atol=2e-4, rtol=1e-4)
 
 
-def test_a_row_has_the_same_bits_in_any_batch_of_two_to_sixty_four() -> None:
+def test_a_row_has_the_same_bits_in_any_batch_of_two_or_more() -> None:
     for width, depth in ((960, 576), (39, 100)):
-        x, weight = randn(MAX_SKINNY_ROWS, depth), randn(width, depth)
+        x, weight = randn(150, depth), randn(width, depth)
         whole = FAST.linear(x, weight, None)
-        for rows in (2, 3, 5, 16):
+        for rows in (2, 3, 5, 16, 70):
             assert torch.equal(FAST.linear(x[:rows].clone(), weight, None), whole[:rows])
             assert torch.equal(FAST.linear(x[-rows:].clone(), weight, None), whole[-rows:])
 
