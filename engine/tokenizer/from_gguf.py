@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from engine.errors import DamagedModelError, UnsupportedModelError
+from engine.gguf_file import read_gguf_header
 from engine.tokenizer.base import Affixes, Tokenizer
-from engine.tokenizer.gguf_metadata import read_gguf_metadata
 from engine.tokenizer.gguf_vocab import GgufVocab, TokenType
 from engine.tokenizer.library import ByteLevelBytes, LibraryTokenizer
 from engine.tokenizer.naming import errors_naming
@@ -19,7 +19,7 @@ from engine.tokenizer.spm import SentencePieceTokenizer, empty_model
 
 
 def tokenizer_from_gguf(path: Path) -> Tokenizer:
-    metadata = read_gguf_metadata(path)
+    metadata = read_gguf_header(path).metadata
     with errors_naming(path):
         vocab = GgufVocab.from_metadata(metadata)
         if vocab.model == "gpt2":
