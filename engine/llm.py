@@ -81,10 +81,14 @@ class LLM:
         requests = [self._add(ids, sampling) for ids in prompt_ids]
         assemblers = {r.request_id: TextAssembler(self.tokenizer, sampling, r.prompt_token_ids) for r in requests}
         outputs: dict[str, list[RequestOutput]] = {r.request_id: [] for r in requests}
-        with Progress(disable=not show_progress) as bar:
-            task = bar.add_task("generating", total=len(requests))
-            while self.core.has_work:
-                bar.advance(task, self._step(assemblers, outputs))
+        try:
+            with Progress(disable=not show_progress) as bar:
+                task = bar.add_task("generating", total=len(requests))
+                while self.core.has_work:
+                    bar.advance(task, self._step(assemblers, outputs))
+        finally:  # after an interrupt, nothing of this call may run on into the next one
+            for request in requests:
+                self.core.abort(request.request_id)
         return [_fold(outputs[request.request_id]) for request in requests]
 
     def _add(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> Request:

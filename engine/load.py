@@ -65,7 +65,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     attention = choose_backend(config.attention_backend, storage, model_config.num_heads)
     runner = _build_runner(model_config, weights, attention, max_model_len, fmt.block_size, device)
     on_progress("warming up (compiles kernels at the first start)", None)
-    _warm_up(runner, fmt.block_size)
+    _warm_up(runner, min(fmt.block_size, max_model_len))
     core = _build_core(config, model_config, runner, fmt, num_blocks)
     info = _info(config, model_config, weights, fmt, num_blocks, max_model_len, device, attention, tuple(notes))
     return LoadedEngine(core, info, runner)
@@ -153,11 +153,11 @@ def _build_model(config: ModelConfig, weights: ModelWeights, attention: Attentio
     return CPUDecoder(model, attention) if isinstance(attention, CPUAttention) else model
 
 
-def _warm_up(runner: ModelRunner, block_size: int) -> None:
+def _warm_up(runner: ModelRunner, max_tokens: int) -> None:
     """One decode alone, then a decode beside a prefill: every kernel is compiled before the first request. Block 0 takes the writes."""
     greedy = SampleSpec(SamplingParams(temperature=0.0), seed=0, position=0)
     single = ScheduledSequence("", (0,), 0, (0,), 0, greedy)
-    several = ScheduledSequence("", (0,) * min(4, block_size), 0, (0,), 0, greedy)
+    several = ScheduledSequence("", (0,) * min(4, max_tokens), 0, (0,), 0, greedy)
     runner.execute(StepPlan((single,)))
     runner.execute(StepPlan((single, several)))
 

@@ -8,6 +8,7 @@ from engine.request import SamplingParams
 from engine.sched.plan import SampledToken, SampleSpec
 
 TOP_P_CANDIDATES = 256  # enough for nearly every nucleus; more are sorted only when these do not reach top_p
+MIN_TEMPERATURE = 1e-30  # float32 logits that differ at all are infinitely far apart by then; less would divide by zero
 
 _MASK = 2**64 - 1
 
@@ -49,7 +50,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, u: float) -> int:
 
     In this order, as vLLM and transformers do: temperature, top_k, top_p on what top_k left, min_p against the likeliest token.
     """
-    logits = logits / params.temperature
+    logits = (logits - logits.max()) / max(params.temperature, MIN_TEMPERATURE)
     if params.min_p == 0.0 and params.top_k == 0 and params.top_p == 1.0:
         return _invert(torch.softmax(logits, dim=-1), u)
     values, ids = _candidates(logits, params)

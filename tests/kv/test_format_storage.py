@@ -1,0 +1,68 @@
+"""The bytes of a block: what the format says, what the storage holds, and that both mean the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.errors import InsufficientMemoryError
+from engine.kv.format import ELEMENT_BYTES, KVFormat
+from engine.kv.storage import KVStorage
+
+CPU = torch.device("cpu")
+
+
+def small_format(dtype: str = "float32") -> KVFormat:
+    return KVFormat(dtype=dtype, num_layers=3, num_kv_heads=2, head_dim=4, block_size=5)
+
+
+def test_smollm2_costs_45_kib_per_token_in_float32() -> None:
+    fmt = KVFormat(dtype="float32", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)
+    assert fmt.block_bytes == 2 * 30 * 3 * 64 * 4 * 16 == 737_280
+    assert fmt.bytes_per_token == 46_080
+    half = KVFormat(dtype="bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)
+    assert half.bytes_per_token == 23_040
+
+
+@pytest.mark.parametrize("dtype", ELEMENT_BYTES)
+def test_the_tiles_of_all_layers_cover_a_block_once(dtype) -> None:
+    fmt = small_format(dtype)
+    storage = KVStorage(fmt, 4, CPU)
+    assert storage.bytes.shape == (4, fmt.block_bytes)
+    storage.bytes.zero_()
+    for layer in range(fmt.num_layers):
+        for tiles in (storage.k(layer), storage.v(layer)):
+            assert tiles.shape == (4, 2, 5, 4)
+            tiles += 1
+    assert torch.equal(storage.elements, torch.ones_like(storage.elements))
+
+
+def test_a_block_is_one_run_of_bytes_in_the_documented_order() -> None:
+    fmt = small_format()
+    storage = KVStorage(fmt, 2, CPU)
+    storage.elements[:] = torch.arange(2 * fmt.block_elements).reshape(2, -1)
+    assert storage.bytes.is_contiguous()
+    tile = 2 * 5 * 4
+    assert storage.k(0)[1, 0, 0, 0] == fmt.block_elements
+    assert storage.v(0)[0, 0, 0, 0] == tile
+    assert storage.k(2)[0, 1, 3, 2] == 4 * tile + 1 * 20 + 3 * 4 + 2
+    assert storage.v(2)[1, 1, 4, 3] == 2 * fmt.block_elements - 1
+
+
+def test_views_write_through_to_the_bytes_of_their_block_alone() -> None:
+    storage = KVStorage(small_format("float16"), 3, CPU)
+    storage.bytes.zero_()
+    storage.k(1)[1] = 7.0
+    assert storage.bytes[1].any()
+    assert not storage.bytes[[0, 2]].any()
+
+
+def test_an_unknown_element_type_is_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="int3"):
+        small_format("int3")
+
+
+def test_more_than_the_address_space_is_an_error_with_the_numbers() -> None:
+    fmt = small_format()
+    with pytest.raises(InsufficientMemoryError, match=f"{fmt.block_bytes} bytes.*lower --kv-cache-memory"):
+        KVStorage(fmt, 2**45, CPU)

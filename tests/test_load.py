@@ -1,0 +1,203 @@
+"""From a config to an engine: what it settles on, what it says about it, and what it refuses with the numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import CacheConfig, EngineConfig
+from engine.errors import ConfigError, InsufficientMemoryError
+from engine.load import LoadedEngine, load_engine
+from engine.memory import available_bytes, plan_num_blocks
+from engine.request import SamplingParams
+from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
+from tests.tiny_folder import make_folder, one_thread
+
+__all__ = ["one_thread"]
+
+TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, 3 layers, 2 KV heads of 8, float32
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    make_folder(path, max_position_embeddings=128)
+    return path
+
+
+def load(path: Path, *, memory_bytes: int = MIB, block_size: int = 4, **config: Any) -> LoadedEngine:
+    cache = CacheConfig(memory_bytes=memory_bytes, block_size=block_size)
+    return load_engine(EngineConfig(model_path=str(path), model_name="tiny", cache=cache, **config))
+
+
+def test_it_takes_the_models_context_and_has_nothing_to_say(folder: Path) -> None:
+    info = load(folder).info
+    assert (info.max_model_len, info.notes) == (128, ())
+    assert info.bytes_per_token == TOKEN_BYTES
+    assert info.block_bytes == 4 * TOKEN_BYTES
+    assert info.num_blocks == MIB // (4 * TOKEN_BYTES)
+    assert (info.dtype, info.kv_dtype, info.attention_backend, info.vocab_size) == ("float32", "float32", "cpu", 300)
+
+
+@pytest.mark.parametrize("wanted", [None, 100])
+def test_a_cache_that_is_too_small_shortens_the_context_and_says_so_in_one_line(folder: Path, wanted: int | None) -> None:
+    loaded = load(folder, memory_bytes=50 * TOKEN_BYTES, max_model_len=wanted)
+    assert loaded.info.num_blocks == 12
+    assert loaded.info.max_model_len == 48
+    (note,) = loaded.info.notes
+    assert f"from {wanted or 128} to 48 tokens" in note
+    assert "--kv-cache-memory" in note
+    assert "\n" not in note
+
+
+def test_a_request_of_exactly_the_shortened_context_runs_to_its_end(folder: Path) -> None:
+    loaded = load(folder, memory_bytes=50 * TOKEN_BYTES)
+    events = run(loaded, prompt=tuple(range(5, 35)), max_tokens=18)
+    assert len(events) == 18
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 5])
+def test_the_shortest_contexts_work(folder: Path, max_model_len: int) -> None:
+    loaded = load(folder, max_model_len=max_model_len, block_size=16)
+    assert len(run(loaded, prompt=(7,) * (max_model_len - 1), max_tokens=1)) == 1
+
+
+def run(loaded: LoadedEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    from engine.request import Request
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    loaded.core.add(Request("a", prompt, params, seed=0))
+    tokens = []
+    while loaded.core.has_work:
+        tokens += [event.token_id for event in loaded.core.step().events]
+        loaded.core.scheduler.manager.check_integrity()
+    assert None not in tokens
+    return tokens  # type: ignore[return-value]
+
+
+def test_more_context_than_the_model_has_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="129 is more than the 128 tokens that the model was trained for"):
+        load(folder, max_model_len=129)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("windowed")
+    make_folder(path, class_name="MistralForCausalLM", sliding_window=32, max_position_embeddings=128)
+    return path
+
+
+def test_a_sliding_window_limits_the_context_and_is_named(windowed: Path) -> None:
+    info = load(windowed).info
+    assert info.max_model_len == 32
+    (note,) = info.notes
+    assert "32 tokens" in note
+    assert "sliding window" in note
+    with pytest.raises(ConfigError, match="33 is more than the 32 tokens that the model's sliding window spans"):
+        load(windowed, max_model_len=33)
+
+
+def test_a_window_as_long_as_the_context_limits_nothing(windowed: Path, tmp_path: Path) -> None:
+    config = json.loads((windowed / "config.json").read_text()) | {"sliding_window": 128}
+    for file in windowed.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    info = load(tmp_path).info
+    assert (info.max_model_len, info.notes) == (128, ())
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_16_bit_weights_are_widened_on_a_cpu_and_computed_as_asked(name: str, tmp_path: Path) -> None:
+    dtype = getattr(torch, name)
+    model = make_folder(tmp_path, dtype=dtype, max_position_embeddings=128)
+    info = load(tmp_path).info
+    assert (info.dtype, info.kv_dtype) == ("float32", "float32")
+    (note,) = info.notes
+    assert f"weights are {name}; computing in float32" in note
+
+    tokens = torch.randint(3, 299, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0].float()
+        wide = model.float()(torch.tensor([tokens])).logits[0]
+    rounding = float((expected - wide).abs().max())  # what the type itself costs, in transformers' hands
+    for backend in ("cpu", "reference"):
+        loaded = load(tmp_path, dtype=name, attention_backend=backend)
+        assert (loaded.info.dtype, loaded.info.kv_dtype, loaded.info.notes) == (name, name, ())
+        assert loaded.info.bytes_per_token == TOKEN_BYTES / 2
+        for start, end in ((0, 20), (20, 21), (21, 22), (22, 30)):
+            logits = step_logits(loaded, tokens, start, end)
+            assert logits.dtype == dtype
+            assert float((logits[0].float() - wide[end - 1]).abs().max()) < 3 * rounding
+        assert len(run(loaded, tuple(tokens), 20)) == 20
+
+
+def step_logits(loaded: LoadedEngine, tokens: list[int], start: int, end: int) -> torch.Tensor:
+    greedy = SampleSpec(SamplingParams(temperature=0.0), seed=0, position=0)
+    plan = StepPlan((ScheduledSequence("a", tuple(tokens[start:end]), start, tuple(range(1, 11)), 0, greedy),))
+    return loaded.runner.forward(plan)[1]
+
+
+def test_progress_names_each_stage_and_ends_the_loading_at_1(folder: Path) -> None:
+    heard: list[tuple[str, float | None]] = []
+    cache = CacheConfig(memory_bytes=MIB)
+    load_engine(EngineConfig(model_path=str(folder), model_name="tiny", cache=cache), lambda *args: heard.append(args))
+    stages = list(dict.fromkeys(stage for stage, _ in heard))
+    assert stages[:2] == ["opening the model", "loading weights"]
+    assert stages[2].startswith("warming up")
+    shares = [share for stage, share in heard if stage == "loading weights"]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(folder: Path) -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"1,125,899,906,842,624 bytes does not fit: [\d,]+ bytes are available"):
+        load(folder, memory_bytes=2**50)
+
+
+def test_a_cache_below_one_block_is_refused_with_the_numbers() -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"999 bytes cannot hold one block of 1,000 bytes \(16 tokens\)"):
+        plan_num_blocks(CacheConfig(memory_bytes=999), 1000, 2**30)
+    with pytest.raises(InsufficientMemoryError, match="cannot hold one block"):
+        plan_num_blocks(CacheConfig(fraction=0.5), 1000, 1999)
+
+
+def test_the_cache_takes_its_share_in_whole_blocks() -> None:
+    assert plan_num_blocks(CacheConfig(memory_bytes=2999), 1000, 2**30) == 2
+    assert plan_num_blocks(CacheConfig(fraction=0.5), 1000, 9000) == 4
+    assert plan_num_blocks(CacheConfig(memory_bytes=9000, fraction=0.1), 1000, 9000) == 9
+
+
+def test_a_cache_of_one_token_is_refused(folder: Path) -> None:
+    with pytest.raises(InsufficientMemoryError, match="holds 1 token; a request needs 2"):
+        load(folder, memory_bytes=TOKEN_BYTES, block_size=1)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.load.available_bytes", lambda device: 100_000)
+    stages: list[str] = []
+    with pytest.raises(
+        InsufficientMemoryError, match=r"the weights take [\d,]{7} bytes in float32, but 100,000 are available on cpu"
+    ):
+        load_engine(EngineConfig(model_path=str(folder), model_name="tiny"), lambda stage, share: stages.append(stage))
+    assert stages == ["opening the model"]
+
+
+def test_available_memory_is_no_more_than_the_machine_has() -> None:
+    total = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+    assert 0 < available_bytes(torch.device("cpu")) <= total
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_a_device_is_refused_with_the_remedy(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--device cpu"):
+        load(folder, device="cuda")
+
+
+def test_an_unknown_device_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="'tpu'"):
+        load(folder, device="tpu")
