@@ -48,5 +48,8 @@ types: .venv/.installed-dev
 
 check: lint types test
 
+bench: .venv/.installed-dev
+	$(BIN)/python -m loadtest.bench --serve "$(BIN)/octavo serve $(MODEL)" --weight-bytes 538e6 --reps 3 --json bench.json
+
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

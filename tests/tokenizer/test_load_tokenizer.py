@@ -390,10 +390,14 @@ ONE_KEY = b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + b"\x01" + by
         (b"GGUF\x01\x00\x00\x00" + bytes(16), UnsupportedModelError, "GGUF version 1"),
         (b"GGUF\x00\x00\x00\x03" + bytes(16), UnsupportedModelError, "GGUF version"),
         (b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\xff" * 8, DamagedModelError, "is damaged|the file is empty"),
-        (b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + b"\xff" * 8, DamagedModelError, "is damaged|the file is empty"),
-        (ONE_KEY + b"\x08\x00\x00\x00" + b"\x09" + bytes(7) + b"short", DamagedModelError, "a string ends at byte"),
-        (ONE_KEY + b"\x09\x00\x00\x00\x04\x00\x00\x00" + b"\xff" * 8, DamagedModelError, "numbers does not fit"),
-        (ONE_KEY + b"\x09\x00\x00\x00\x08\x00\x00\x00" + b"\xff" * 8, DamagedModelError, "strings does not fit"),
+        (
+            b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + b"\xff" * 8,
+            DamagedModelError,
+            "is damaged|the file is empty",
+        ),
+        (ONE_KEY + b"\x08\x00\x00\x00" + b"\x09" + bytes(7) + b"short", DamagedModelError, "its header needs byte"),
+        (ONE_KEY + b"\x09\x00\x00\x00\x04\x00\x00\x00" + b"\xff" * 8, DamagedModelError, "its header needs byte"),
+        (ONE_KEY + b"\x09\x00\x00\x00\x08\x00\x00\x00" + b"\xff" * 8, DamagedModelError, "its header needs byte"),
         (ONE_KEY + b"\x63\x00\x00\x00", DamagedModelError, "unknown value type 99"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,7 @@ def test_special_tokens_are_known(ours: Tokenizer) -> None:
 def test_opens_without_reading_weights(ours: Tokenizer, smollm2_path: Path, tmp_path: Path) -> None:
     header = tmp_path / "header.gguf"
     header.write_bytes(smollm2_path.read_bytes()[:3_000_000])
+    os.truncate(header, smollm2_path.stat().st_size)  # as long as before, but a hole where the weights were
     assert load_tokenizer(header).encode("Hello, world!") == ours.encode("Hello, world!")
 
 
