@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -44,7 +45,7 @@ class GgufVocab:
     remove_extra_whitespaces: bool | None
 
     @classmethod
-    def from_metadata(cls, metadata: dict[str, Any]) -> GgufVocab:
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> GgufVocab:
         """Raises DamagedModelError (naming no file): a key is missing, mistyped, or at odds with the number of tokens."""
         keys = _Keys(metadata)
         tokens = keys.strings("tokens")
