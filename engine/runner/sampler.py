@@ -56,7 +56,9 @@ def draw(logits: torch.Tensor, params: SamplingParams, u: float) -> int:
     values, ids = _candidates(logits, params)
     probs = torch.softmax(values, dim=-1)
     if params.top_p < 1.0:
-        probs = torch.where(probs.cumsum(-1) - probs < params.top_p, probs, 0.0)
+        is_kept = probs.cumsum(-1) - probs < params.top_p
+        is_kept[0] = True  # also for a top_p that float32 takes for 0
+        probs = torch.where(is_kept, probs, 0.0)
     if params.min_p > 0.0:
         probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
     return int(ids[_invert(probs, u)])

@@ -134,6 +134,14 @@ def test_a_temperature_near_zero_is_greedy(temperature) -> None:
         assert {draw(logits, params, u) for u in (0.0, 0.5, 1 - 2**-53)} == {1}
 
 
+@pytest.mark.parametrize("limits", [{"top_p": 5e-324}, {"top_p": 1e-40}, {"min_p": 1.0}, {"top_p": 1e-300, "min_p": 1e-300}])
+@pytest.mark.parametrize("size", [4, 1000])
+def test_the_likeliest_token_is_always_left(limits, size) -> None:
+    logits = torch.arange(size) / size
+    for u in (0.0, 0.5, 1 - 2**-53):
+        assert draw(logits, SamplingParams(**limits), u) == size - 1
+
+
 @pytest.mark.parametrize("magnitude", [3e38, 1e-30])
 def test_logits_of_any_finite_size_are_drawn_from(magnitude) -> None:
     logits = torch.tensor([-1.0, 1.0, -1.0]) * magnitude
