@@ -69,7 +69,7 @@ class GgufVocab:
 
 
 class _Keys:
-    def __init__(self, metadata: dict[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
 
     def optional(self, name: str, kind: type) -> Any:
