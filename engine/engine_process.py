@@ -35,6 +35,7 @@ class EngineProcess:
         self._from_engine = _bind(context, zmq.PULL, _address(folder, "out"))
         self._decoder = decoder_from_engine()
         self._exit = asyncio.create_task(process.wait())
+        self._is_ready = False
 
     @classmethod
     async def spawn(cls, config: EngineConfig) -> EngineProcess:
@@ -66,6 +67,7 @@ class EngineProcess:
             if isinstance(message, Progress):
                 on_progress(message.stage, message.share)
             elif isinstance(message, Ready):
+                self._is_ready = True
                 return message.info
             elif isinstance(message, Failed):
                 await self._exit
@@ -90,8 +92,10 @@ class EngineProcess:
         self._to_engine.send(encode(message))
 
     async def stop(self) -> None:
-        """End the process, gently first. Safe to call twice, and on a dead process."""
-        if self._process.returncode is None:
+        """End the process: gently, but while it starts it would not listen. Safe to call twice, and on a dead process."""
+        if self._process.returncode is None and not self._is_ready:
+            self._process.kill()
+        elif self._process.returncode is None:
             self.send(Stop())
             try:
                 await asyncio.wait_for(asyncio.shield(self._exit), STOP_SECONDS)
