@@ -2,7 +2,7 @@
 PYTHON ?= python3
 MODEL ?= smollm2-135m
 BIN := .venv/bin
-PIP_FLAGS ?= --quiet --disable-pip-version-check
+PIP_FLAGS ?= --disable-pip-version-check --progress-bar on
 # On a CPU-only machine the plain torch on the index may be a CUDA build of several GB; this version has a CPU build where Octavo is developed.
 TORCH ?= torch==2.13.0
 
@@ -22,13 +22,13 @@ help:
 .venv/.installed: pyproject.toml | .venv/bin/python
 	@echo "installing octavo and its dependencies into .venv (a few minutes the first time)"
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade pip
-	@$(BIN)/python -m pip install $(PIP_FLAGS) --progress-bar on "$(TORCH)"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) --progress-bar on -e .
+	@$(BIN)/python -m pip install $(PIP_FLAGS) "$(TORCH)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e .
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
 	@echo "installing what the tests need"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) --progress-bar on -e '.[dev,loadtest]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,loadtest]'
 	@touch $@
 
 install: .venv/.installed
