@@ -228,7 +228,14 @@ class AsyncEngine:
             since = stream.arrival_time if stream.last_token_time is None else stream.last_token_time
             self._listener.on_token(now - since, first=stream.last_token_time is None)
             stream.last_token_time = now
-        output = stream.assembler.push(event)
+        try:
+            output = stream.assembler.push(event)
+        except Exception:  # the text of one request must not take the loop down that serves them all
+            logger.exception("request %s failed while its text was put together", event.request_id)
+            self._end(stream, FinishReason.ERROR)
+            stream.queue.put_nowait(RequestFailedError("the text of this request could not be put together"))
+            process.send(Abort(event.request_id))
+            return
         if output.finish_reason is not None:
             self._end(stream, output.finish_reason)
             if event.finish_reason is None:  # a stop string: the engine does not know it yet

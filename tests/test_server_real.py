@@ -280,36 +280,6 @@ def test_killing_the_engine_during_8_streams(server: RealServer) -> None:
     assert sum(after[f"octavo_kv_cache_blocks{{{state}}}"] for state in ("referenced", "cached", "free")) == 4000
 
 
-def test_sigterm_drains_and_takes_the_engine_along(folder: Path) -> None:
-    """Readiness is 503 at once, streams finish, exit status 0, and the engine is gone."""
-    with serving(folder, *FLAGS, "--shutdown-timeout", "20") as server:
-        engine, started = server.engine, threading.Event()
-        with ThreadPoolExecutor(8) as pool:
-            stream = pool.submit(stream_events, server, started, prompt=[3], **LONG | {"max_tokens": 600})
-            assert started.wait(20)
-            server.process.send_signal(signal.SIGTERM)
-            until(lambda: server.health() == 503, 1)
-            assert server.http.get("/health").json() == {"status": "draining"}
-            assert server.post(prompt="a").status_code == 503
-            assert not stream.done()
-            *_, last, done = stream.result(timeout=20)
-        assert json.loads(last)["choices"][0]["finish_reason"] == "length"
-        assert done == "[DONE]"
-        assert server.process.wait(10) == 0
-        assert not engine.is_running()
-        assert "Traceback" not in server.stderr
-
-
-def test_a_stop_during_the_start_leaves_nothing_behind(folder: Path) -> None:
-    with starting(folder, *FLAGS) as server:
-        until(lambda: "starting the engine" in server.stderr)
-        engine = server.engine
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(3) == 0, "the engine, busy importing, is not waited for"
-        assert not engine.is_running()
-        assert "Traceback" not in server.stderr
-
-
 def test_a_small_cache_shortens_the_context_makes_requests_take_turns_and_dies_with_its_server(folder: Path) -> None:
     flags = ("--block-size", "16", "--kv-cache-memory", str(1600 * TOKEN_BYTES), "--max-model-len", "2000")
     with serving(folder, *flags) as server, ThreadPoolExecutor(8) as pool:
@@ -386,3 +356,22 @@ def test_a_port_in_use_is_said_at_once(server: RealServer, folder: Path) -> None
     host, port = server.address
     line = fails_to_start(folder, "--port", str(port))
     assert line == f"octavo: error: cannot listen on {host}:{port}: Address already in use"
+
+
+def test_sigterm_drains_and_takes_the_engine_along(_server: RealServer) -> None:
+    """Readiness is 503 at once, streams finish, exit status 0, and the engine is gone. The end of the module's server."""
+    server, engine, started = _server, _server.engine, threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        stream = pool.submit(stream_events, server, started, prompt=[3], **LONG | {"max_tokens": 600})
+        assert started.wait(20)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.health() == 503, 1)
+        assert server.http.get("/health").json() == {"status": "draining"}
+        assert server.post(prompt="a").status_code == 503
+        assert not stream.done()
+        *_, last, done = stream.result(timeout=20)
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert done == "[DONE]"
+    assert server.process.wait(10) == 0
+    assert not engine.is_running()
+    assert "Traceback" not in server.stderr
