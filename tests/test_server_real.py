@@ -34,18 +34,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def _server(folder: Path) -> Iterator[RealServer]:
+def module_server(folder: Path) -> Iterator[RealServer]:
     with serving(folder, *FLAGS) as server:
         yield server
 
 
 @pytest.fixture
-def server(_server: RealServer) -> Iterator[RealServer]:
+def server(module_server: RealServer) -> Iterator[RealServer]:
     """The module's server, which must be idle and well after each test."""
-    yield _server
-    until(_server.is_idle)
-    assert _server.health() == 200
-    assert "Traceback" not in _server.stderr
+    yield module_server
+    until(module_server.is_idle)
+    assert module_server.health() == 200
+    assert "Traceback" not in module_server.stderr
 
 
 def stream_events(server: RealServer, started: threading.Event, **fields: Any) -> list[str]:
@@ -358,9 +358,9 @@ def test_a_port_in_use_is_said_at_once(server: RealServer, folder: Path) -> None
     assert line == f"octavo: error: cannot listen on {host}:{port}: Address already in use"
 
 
-def test_sigterm_drains_and_takes_the_engine_along(_server: RealServer) -> None:
+def test_sigterm_drains_and_takes_the_engine_along(module_server: RealServer) -> None:
     """Readiness is 503 at once, streams finish, exit status 0, and the engine is gone. The end of the module's server."""
-    server, engine, started = _server, _server.engine, threading.Event()
+    server, engine, started = module_server, module_server.engine, threading.Event()
     with ThreadPoolExecutor(8) as pool:
         stream = pool.submit(stream_events, server, started, prompt=[3], **LONG | {"max_tokens": 600})
         assert started.wait(20)
