@@ -72,14 +72,14 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
 
 
 def _device(config: EngineConfig) -> torch.device:
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     if config.device not in ("cpu", "cuda"):
         raise ConfigError(f"device must be cpu or cuda, got {config.device!r}")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch finds no CUDA device here; use --device cpu")
     if config.device == "cuda" and config.attention_backend == "cpu":
         raise ConfigError("the cpu attention backend cannot run on cuda; leave --attention-backend out")
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     return torch.device(config.device)
 
 
@@ -145,10 +145,13 @@ def _build_model(config: ModelConfig, weights: ModelWeights, attention: Attentio
     """The plain model, with the CPU's fast parts where they apply; numba is loaded only then."""
     if weights.embed.device.type != "cpu" or weights.embed.dtype != torch.float32:
         return LlamaModel(config, weights, TorchOps(), attention)
+    import numba
+
     from engine.attention.cpu import CPUAttention
     from engine.model.cpu_decoder import CPUDecoder
     from engine.model.cpu_ops import CPUOps
 
+    numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))  # one choice for both, OMP_NUM_THREADS's too
     model = LlamaModel(config, weights, CPUOps(), attention)
     return CPUDecoder(model, attention) if isinstance(attention, CPUAttention) else model
 

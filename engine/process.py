@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -91,12 +93,16 @@ def _apply(core: EngineCore, messages: list[ToEngine]) -> list[TokenEvent]:
     return ended
 
 
-def _exit_with_parent() -> None:
-    """The parent holds our standard input open; when it closes, the parent is gone and nobody reads our answers."""
+def _exit_with_parent(folder: Path) -> None:
+    """The parent holds our standard input open; when it closes, the parent is gone and nobody reads our answers.
+
+    A parent that was killed could not remove the sockets' folder; what is left of it is removed here.
+    """
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 1024):  # not through sys.stdin, whose lock a dying interpreter wants
             pass
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -108,7 +114,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     arguments = msgspec.json.decode(sys.argv[1], type=ProcessArguments)
     mailbox = Mailbox(arguments.inbox, arguments.outbox)
-    _exit_with_parent()
+    _exit_with_parent(Path(arguments.inbox.removeprefix("ipc://")).parent)
     mailbox.send(Progress("starting the engine", None))
     try:
         from engine.load import load_engine  # torch takes seconds to import: say first that we are alive
