@@ -30,8 +30,8 @@ def store_kv(k, v, slots, pool, k_offset, v_offset, block_size, head_dim):
 
 
 @njit(cache=True, fastmath=FAST, error_model="numpy", inline="always")
-def _scores(q, heads, k, num_tokens, head_dim, scale, out, at):
-    """out[g, at + t] = scale * q[g] . k[t] for the tokens of one tile, four tokens at a time. q flat: heads * head_dim."""
+def _scores(q, heads, k, num_tokens, head_dim, out, at):
+    """out[g, at + t] = q[g] . k[t] for the tokens of one tile, four tokens at a time. q flat: heads * head_dim."""
     whole = num_tokens - num_tokens % 4
     for g in range(heads):
         for t in range(0, whole, 4):
@@ -43,15 +43,15 @@ def _scores(q, heads, k, num_tokens, head_dim, scale, out, at):
                 s1 += x * k[base + head_dim + d]
                 s2 += x * k[base + 2 * head_dim + d]
                 s3 += x * k[base + 3 * head_dim + d]
-            out[g, at + t] = s0 * scale
-            out[g, at + t + 1] = s1 * scale
-            out[g, at + t + 2] = s2 * scale
-            out[g, at + t + 3] = s3 * scale
+            out[g, at + t] = s0
+            out[g, at + t + 1] = s1
+            out[g, at + t + 2] = s2
+            out[g, at + t + 3] = s3
         for t in range(whole, num_tokens):
             s0 = np.float32(0.0)
             for d in range(head_dim):
                 s0 += q[g * head_dim + d] * k[t * head_dim + d]
-            out[g, at + t] = s0 * scale
+            out[g, at + t] = s0
 
 
 @njit(cache=True, fastmath=FAST, error_model="numpy", inline="always")
@@ -151,7 +151,9 @@ def decode(q, rows, kv_heads, head_dim, pool, k_offset, v_offset, tables, units,
     for job in prange(units.shape[0] * kv_heads):
         unit, head = job // kv_heads, job % kv_heads
         seq, start, end = units[unit, 0], units[unit, 1], units[unit, 2]
-        query = q[rows[seq], head * heads * head_dim : (head + 1) * heads * head_dim]
+        query = np.empty(heads * head_dim, np.float32)  # contiguous, as a view of q need not be: the loops over it vectorise
+        for i in range(heads * head_dim):
+            query[i] = q[rows[seq], head * heads * head_dim + i] * scale
         out = partial[unit, head]
         weights = np.empty((heads, SPLIT), np.float32)
         bits = np.empty(SPLIT, np.int32)
@@ -161,7 +163,7 @@ def decode(q, rows, kv_heads, head_dim, pool, k_offset, v_offset, tables, units,
             block, skip = tables[seq, (start + at) // block_size], (start + at) % block_size
             count = min(block_size - skip, end - start - at)
             k = load_tile(pool, block, k_offset + head * tile + skip * head_dim, count * head_dim, scratch)
-            _scores(query, heads, k, count, head_dim, scale, weights, at)
+            _scores(query, heads, k, count, head_dim, weights, at)
             at += count
         for g in range(heads):
             peak = np.float32(-np.inf)
