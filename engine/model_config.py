@@ -70,6 +70,10 @@ class ModelConfig:
         if self.dtype not in DTYPES:
             raise UnsupportedModelError(f"weights of type {self.dtype} are not supported (supported: {', '.join(DTYPES)})")
 
+        outside = [token_id for token_id in self.eos_token_ids if not 0 <= token_id < self.vocab_size]
+        if outside:
+            raise DamagedModelError(f"eos_token_id {outside[0]} is outside the vocabulary of {self.vocab_size} tokens")
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a parsed config.json; ``generation_config`` (parsed generation_config.json) wins for the token ids."""

@@ -61,7 +61,7 @@ class Scheduler:
         clock: Callable[[], float],
     ) -> None:
         self.manager = manager
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that every decode advances at every step
         self.max_num_batched_tokens = max_num_batched_tokens
         self._eos_token_ids = eos_token_ids
         self._clock = clock
@@ -204,7 +204,7 @@ class Scheduler:
         sampling = request.sampling
         banned: tuple[int, ...] = ()
         if request.num_output_tokens < sampling.min_tokens:
-            banned = (*self._eos_token_ids, *sampling.stop_token_ids)
+            banned = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
         return SampleSpec(sampling, request.seed, request.num_output_tokens, banned)
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> list[TokenEvent]:

@@ -121,6 +121,24 @@ def test_min_tokens_bans_end_tokens_until_they_are_allowed() -> None:
     assert sample.banned_token_ids == ()
 
 
+def test_min_tokens_leaves_the_end_token_alone_where_it_is_ignored() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1], max_tokens=3, min_tokens=1, stop_token_ids=(7,), ignore_eos=True))
+    sample = scheduler.schedule().sequences[0].sample
+    assert sample is not None
+    assert sample.banned_token_ids == (7,)
+
+
+def test_no_more_requests_run_than_the_budget_lets_advance() -> None:
+    scheduler = make_scheduler(max_num_seqs=8, budget=3)
+    core, _ = make_core(scheduler)
+    for name in "abcde":
+        core.add(make_request(name, [1], max_tokens=4))
+    core.step()
+    assert scheduler.num_running == 3
+    assert list(scheduled(scheduler.schedule())) == ["a", "b", "c"], "every running request advances at every step"
+
+
 def test_a_request_that_fails_leaves_its_neighbour_alone() -> None:
     scheduler = make_scheduler()
     for name in "ab":
