@@ -79,5 +79,4 @@ class EngineCore:
             block_bytes=self._block_bytes,
             block_size=manager.block_size,
             num_context_tokens=self.scheduler.num_context_tokens,
-            num_table_blocks=manager.num_table_blocks,
         )

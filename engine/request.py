@@ -133,10 +133,6 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
-
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:

@@ -10,7 +10,6 @@ class CacheStats:
     """The state of the block pool. num_free + num_cached + num_referenced = num_blocks, always.
 
     ``num_context_tokens`` is the sum over running requests of the tokens whose K and V they read.
-    ``num_table_blocks`` counts block-table entries of running requests: above num_referenced when blocks are shared.
     """
 
     num_blocks: int
@@ -20,7 +19,6 @@ class CacheStats:
     block_bytes: int
     block_size: int
     num_context_tokens: int
-    num_table_blocks: int
 
     @property
     def bytes_per_token(self) -> float:

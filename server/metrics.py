@@ -309,7 +309,6 @@ def _idle_step(info: EngineInfo) -> StepStats:
         block_bytes=info.block_bytes,
         block_size=info.block_size,
         num_context_tokens=0,
-        num_table_blocks=0,
     )
     return StepStats(
         num_scheduled_tokens=0,

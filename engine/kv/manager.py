@@ -56,11 +56,6 @@ class KVCacheManager:
         return self._pool.num_referenced
 
     @property
-    def num_table_blocks(self) -> int:
-        """Entries over all block tables; above num_referenced_blocks when requests share blocks."""
-        return sum(len(table.blocks) for table in self._tables.values())
-
-    @property
     def num_available_blocks(self) -> int:
         """Blocks that can be had now: free ones, and cached ones (each can be reached by evicting leaves)."""
         return self._pool.num_free + self._pool.num_cached

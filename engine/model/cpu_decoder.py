@@ -1,6 +1,6 @@
 """The fast twin of LlamaModel on a CPU: a step that only decodes runs one compiled call per layer instead of some thirty.
 
-At one row a step lasts about 30 ms, and torch's calls would take 10 of them. Steps with prefill go to the plain model.
+That saves 5 to 7 ms of a 40 ms step of SmolLM2 on two cores. Steps with prefill go to the plain model.
 """
 
 from __future__ import annotations

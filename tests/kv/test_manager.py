@@ -24,7 +24,7 @@ def test_a_second_request_shares_the_full_blocks_of_a_common_prefix() -> None:
     assert start(manager, "b", [*range(8), 77, 78]) == 8
     assert manager.block_table("b")[:2] == manager.block_table("a")[:2]
     assert manager.block_table("b")[2] != manager.block_table("a")[2]
-    assert (manager.num_referenced_blocks, manager.num_table_blocks) == (4, 6)
+    assert manager.num_referenced_blocks == 4, "two shared, and an open one each"
 
 
 def test_one_token_is_always_left_to_compute() -> None:

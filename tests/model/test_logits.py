@@ -9,6 +9,7 @@ import torch
 
 from engine.config import CacheConfig, EngineConfig
 from engine.load import load_engine
+from engine.model.cpu_decoder import CPUDecoder
 from engine.request import SamplingParams
 from engine.runner.model_runner import ModelRunner
 from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
@@ -44,3 +45,21 @@ def step_logits(runner: ModelRunner, tokens: list[int], start: int, end: int) ->
     table = tuple(block ^ 1 for block in range(2, 2 + -(-end // BLOCK_SIZE)))
     plan = StepPlan((ScheduledSequence("a", tuple(tokens[start:end]), start, table, 0, GREEDY),))
     return runner.forward(plan)[1]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", ["llama2", "llama-biases", "qwen2", "qwen3"])
+def test_the_compiled_decode_gives_the_bits_of_the_plain_model(name: str, rows: int, tmp_path: Path) -> None:
+    make_model(name, tmp_path)
+    config = EngineConfig(
+        model_path=str(tmp_path), model_name=name, cache=CacheConfig(block_size=BLOCK_SIZE, memory_bytes=1 << 20)
+    )
+    runner = load_engine(config).runner
+    fast = runner._model
+    assert isinstance(fast, CPUDecoder)
+    prompts = [ScheduledSequence(str(i), (3 + i, 7, 9, 11 + i, 5), 0, (2 * i, 2 * i + 1), 0, GREEDY) for i in range(rows)]
+    runner.forward(StepPlan(tuple(prompts)))
+    decodes = StepPlan(tuple(ScheduledSequence(p.request_id, (13,), 5, p.block_table, 0, GREEDY) for p in prompts))
+    quick = runner.forward(decodes)[1]
+    runner._model = fast._model
+    assert torch.equal(quick, runner.forward(decodes)[1])

@@ -76,7 +76,6 @@ def step(**changes: Any) -> StepStats:
         block_bytes=1600,
         block_size=16,
         num_context_tokens=100,
-        num_table_blocks=9,
     )
     values: dict[str, Any] = {
         "num_scheduled_tokens": 70,
@@ -103,7 +102,7 @@ IDLE = {
     "num_running": 0,
     "num_waiting": 0,
     "step_seconds": 0.0,
-    "cache": CacheStats(40, 28, 12, 0, 1600, 16, 0, 0),
+    "cache": CacheStats(40, 28, 12, 0, 1600, 16, 0),
 }
 
 
