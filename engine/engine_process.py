@@ -16,6 +16,7 @@ import zmq.asyncio
 from engine import errors
 from engine.config import EngineConfig
 from engine.errors import StartupError
+from engine.kernel_cache import kernel_cache_folder
 from engine.messages import Failed, FromEngine, Progress, Ready, Stop, ToEngine, decoder_from_engine, encode
 from engine.process import ProcessArguments
 from engine.stats import EngineInfo
@@ -120,8 +121,7 @@ def _bind(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.
 
 def _environment() -> dict[str, str]:
     """The engine's environment: large pages for large tensors, and a place for compiled kernels, unless the user says otherwise."""
-    home = Path(os.environ.get("OCTAVO_HOME", Path.home() / ".cache" / "octavo"))
-    defaults = {"THP_MEM_ALLOC_ENABLE": "1", "NUMBA_CACHE_DIR": str(home / "kernels")}
+    defaults = {"THP_MEM_ALLOC_ENABLE": "1", "NUMBA_CACHE_DIR": str(kernel_cache_folder())}
     return {**defaults, **os.environ}
 
 

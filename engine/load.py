@@ -13,6 +13,7 @@ from engine.attention.backend import AttentionBackend, choose_backend
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, InsufficientMemoryError
+from engine.kernel_cache import use_kernel_cache
 from engine.kv.format import ELEMENT_BYTES, KVFormat
 from engine.kv.manager import KVCacheManager
 from engine.kv.storage import KVStorage
@@ -45,6 +46,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     Raises:
         StartupError: the model cannot be served as asked; the message says why in one line.
     """
+    use_kernel_cache()
     on_progress("opening the model", None)
     checkpoint = open_checkpoint(Path(config.model_path))
     model_config = checkpoint.config

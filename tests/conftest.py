@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.kernel_cache import use_kernel_cache
 from engine.model.hub import resolve
+
+use_kernel_cache()  # before any test imports numba: kernels are compiled once in a fresh clone
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The GGUF of the default model: fetched once into OCTAVO_HOME, as ``octavo pull smollm2-135m`` does."""
     return resolve("smollm2-135m", progress=lambda done, total: None).path
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _kernel_cache() -> None:
-    """Compiled kernels are kept between runs; in a fresh clone they are compiled once."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")

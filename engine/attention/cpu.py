@@ -16,7 +16,7 @@ from engine.kv.storage import KVStorage
 
 QUERIES_AT_A_TIME = 256  # rows of a prefill that torch's attention gets at once
 
-# How numba is shown the elements of each type; 16-bit floats as their bits, see cpu_kernels.load_tile.
+# How numba is shown the elements of each type; 16-bit floats as their bits, see cpu_kernels.score_in_place.
 BITS_VIEW = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 

@@ -10,10 +10,13 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
+from engine.attention.cpu_tiles import LANES, score_tile, softmax_row, weigh_tile
+
 # No nnan/ninf: a NaN must come out as a NaN. Sums may be reordered, in the same way at every call.
 FAST = {"reassoc", "nsz", "arcp", "contract"}
 
 SPLIT = 256  # tokens of context that one work unit reads; fixed, so that a result never depends on who shares the batch
+MANY_UNITS = 8
 
 
 @njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
@@ -29,156 +32,146 @@ def store_kv(k, v, slots, pool, k_offset, v_offset, block_size, head_dim):
                 pool[block, v_offset + head * tile + at + d] = v[row, head * head_dim + d]
 
 
-@njit(cache=True, fastmath=FAST, error_model="numpy", inline="always")
-def _scores(q, heads, k, num_tokens, head_dim, out, at):
-    """out[g, at + t] = q[g] . k[t] for the tokens of one tile, four tokens at a time. q flat: heads * head_dim."""
-    whole = num_tokens - num_tokens % 4
-    for g in range(heads):
-        for t in range(0, whole, 4):
-            base = t * head_dim
-            s0 = s1 = s2 = s3 = np.float32(0.0)
-            for d in range(head_dim):
-                x = q[g * head_dim + d]
-                s0 += x * k[base + d]
-                s1 += x * k[base + head_dim + d]
-                s2 += x * k[base + 2 * head_dim + d]
-                s3 += x * k[base + 3 * head_dim + d]
-            out[g, at + t] = s0
-            out[g, at + t + 1] = s1
-            out[g, at + t + 2] = s2
-            out[g, at + t + 3] = s3
-        for t in range(whole, num_tokens):
-            s0 = np.float32(0.0)
-            for d in range(head_dim):
-                s0 += q[g * head_dim + d] * k[t * head_dim + d]
-            out[g, at + t] = s0
-
-
-@njit(cache=True, fastmath=FAST, error_model="numpy", inline="always")
-def _weigh(weights, heads, at, v, num_tokens, head_dim, out):
-    """out[g] += weights[g, at + t] * v[t] for the tokens of one tile, four tokens at a time."""
-    whole = num_tokens - num_tokens % 4
-    for g in range(heads):
-        for t in range(0, whole, 4):
-            base = t * head_dim
-            w0, w1, w2, w3 = weights[g, at + t], weights[g, at + t + 1], weights[g, at + t + 2], weights[g, at + t + 3]
-            for d in range(head_dim):
-                out[g, d] += (
-                    w0 * v[base + d]
-                    + w1 * v[base + head_dim + d]
-                    + w2 * v[base + 2 * head_dim + d]
-                    + w3 * v[base + 3 * head_dim + d]
-                )
-        for t in range(whole, num_tokens):
-            w0 = weights[g, at + t]
-            for d in range(head_dim):
-                out[g, d] += w0 * v[t * head_dim + d]
-
-
-@njit(cache=True, fastmath=FAST, error_model="numpy", inline="always")
-def _exp_row(row, bits, num_tokens, peak):
-    """row[t] = exp(row[t] - peak) and their sum, for arguments <= 0, within 2e-7 relative; below e^-87 it is 0.
-
-    2^x = 2^n * 2^f with n the nearest integer: the polynomial is the Taylor series of 2^f on [-1/2, 1/2], n goes into the
-    exponent bits. Written as two loops that vectorise without a vector-math library.
-    """
-    for t in range(num_tokens):
-        x = max((row[t] - peak) * np.float32(1.4426950408889634), np.float32(-126.0))
-        n = np.floor(x + np.float32(0.5))
-        f = x - n
-        p = np.float32(1.5403530e-4)
-        p = p * f + np.float32(1.3333558e-3)
-        p = p * f + np.float32(9.6181291e-3)
-        p = p * f + np.float32(5.5504109e-2)
-        p = p * f + np.float32(2.4022651e-1)
-        p = p * f + np.float32(6.9314718e-1)
-        row[t] = p * f + np.float32(1.0)
-        bits[t] = (np.int32(n) + np.int32(127)) << np.int32(23)
-    scale = bits.view(np.float32)
-    total = np.float32(0.0)
-    for t in range(num_tokens):
-        e = row[t] * scale[t]
-        row[t] = e
-        total += e
-    return total
-
-
-def load_tile(pool, block, offset, size, scratch):
-    """A tile's elements as float32: the pool's own memory where it is float32, else widened into ``scratch``.
+def score_in_place(q, q_at, heads, pool, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
+    """``score_tile`` over the tile at element ``at`` of the flat pool, widened into ``scratch`` where it is not float32.
 
     The pool's numba type says what its elements are: float32, uint16 for the bits of bfloat16, int16 for those of float16.
     """
     raise NotImplementedError("only inside compiled code")
 
 
-@overload(load_tile)
-def _load_tile(pool, block, offset, size, scratch):
-    return {types.float32: _load_float32, types.uint16: _load_bfloat16, types.int16: _load_float16}[pool.dtype]
+@overload(score_in_place)
+def _score_in_place(q, q_at, heads, pool, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
+    if pool.dtype == types.float32:
+
+        def score(q, q_at, heads, pool, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
+            score_tile(q, q_at, heads, pool, at, num_tokens, pool, ahead_at, head_dim, scores, scores_at, stride)
+
+        return score
+    widen = _WIDEN[pool.dtype]
+
+    def score_wide(q, q_at, heads, pool, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
+        widen(pool, at, num_tokens * head_dim, scratch)
+        score_tile(q, q_at, heads, scratch, 0, num_tokens, scratch, 0, head_dim, scores, scores_at, stride)
+
+    return score_wide
 
 
-def _load_float32(pool, block, offset, size, scratch):
-    return pool[block, offset : offset + size]
+def weigh_in_place(weights, weights_at, heads, stride, pool, at, num_tokens, ahead_at, head_dim, out, out_at, scratch):
+    """``weigh_tile`` over a tile of the flat pool, as ``score_in_place``."""
+    raise NotImplementedError("only inside compiled code")
 
 
-def _load_bfloat16(pool, block, offset, size, scratch):
+@overload(weigh_in_place)
+def _weigh_in_place(weights, weights_at, heads, stride, pool, at, num_tokens, ahead_at, head_dim, out, out_at, scratch):
+    if pool.dtype == types.float32:
+
+        def weigh(weights, weights_at, heads, stride, pool, at, num_tokens, ahead_at, head_dim, out, out_at, scratch):
+            weigh_tile(weights, weights_at, heads, stride, pool, at, num_tokens, pool, ahead_at, head_dim, out, out_at)
+
+        return weigh
+    widen = _WIDEN[pool.dtype]
+
+    def weigh_wide(weights, weights_at, heads, stride, pool, at, num_tokens, ahead_at, head_dim, out, out_at, scratch):
+        widen(pool, at, num_tokens * head_dim, scratch)
+        weigh_tile(weights, weights_at, heads, stride, scratch, 0, num_tokens, scratch, 0, head_dim, out, out_at)
+
+    return weigh_wide
+
+
+@njit(cache=True, error_model="numpy")
+def _widen_bfloat16(pool, at, size, scratch):
     # bfloat16 bits are the upper half of a float32
     wide = scratch.view(np.uint32)
     for i in range(size):
-        wide[i] = np.uint32(pool[block, offset + i]) << np.uint32(16)
-    return scratch[:size]
+        wide[i] = np.uint32(pool[np.uintp(at) + np.uintp(i)]) << np.uint32(16)
 
 
-def _load_float16(pool, block, offset, size, scratch):
+@njit(cache=True, error_model="numpy")
+def _widen_float16(pool, at, size, scratch):
     # float16 bits moved into a float32, then times 2^112: exact, subnormals included (infinities do not occur)
     wide = scratch.view(np.uint32)
     for i in range(size):
-        half = np.uint32(np.uint16(pool[block, offset + i]))
+        half = np.uint32(np.uint16(pool[np.uintp(at) + np.uintp(i)]))
         wide[i] = ((half & np.uint32(0x8000)) << np.uint32(16)) | ((half & np.uint32(0x7FFF)) << np.uint32(13))
     for i in range(size):
         scratch[i] *= np.float32(5.192296858534828e33)
-    return scratch[:size]
 
 
-@njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
+_WIDEN = {types.uint16: _widen_bfloat16, types.int16: _widen_float16}
+
+
+@njit(cache=True, parallel=True, error_model="numpy")
 def decode(q, rows, kv_heads, head_dim, pool, k_offset, v_offset, tables, units, scale, block_size, partial, peaks, totals):
     """Attention of one query row per sequence over one split of its context, for all units and KV heads.
 
     q float32 [batch rows, num_heads * head_dim], sequence s asks with row rows[s]; tables int32 [sequences, blocks]; units int32
     [units, 3] of (sequence, first token, token behind the last), at most SPLIT tokens each. Writes what ``merge`` reads.
+
+    Where there are units enough for all threads, one reads all KV heads: their tiles lie side by side in a block, and a longer
+    run of bytes comes faster from memory. The results are the same.
     """
-    heads = partial.shape[2]
-    tile = block_size * head_dim
-    for job in prange(units.shape[0] * kv_heads):
-        unit, head = job // kv_heads, job % kv_heads
+    heads_at_a_time = kv_heads if units.shape[0] >= MANY_UNITS else 1
+    jobs = kv_heads // heads_at_a_time
+    flat = pool.reshape(-1)
+    for job in prange(units.shape[0] * jobs):
+        unit, first_head = job // jobs, (job % jobs) * heads_at_a_time
         seq, start, end = units[unit, 0], units[unit, 1], units[unit, 2]
-        query = np.empty(heads * head_dim, np.float32)  # contiguous, as a view of q need not be: the loops over it vectorise
-        for i in range(heads * head_dim):
-            query[i] = q[rows[seq], head * heads * head_dim + i] * scale
-        out = partial[unit, head]
-        weights = np.empty((heads, SPLIT), np.float32)
-        bits = np.empty(SPLIT, np.int32)
-        scratch = np.empty(tile, np.float32)
-        at = 0
-        while start + at < end:
-            block, skip = tables[seq, (start + at) // block_size], (start + at) % block_size
-            count = min(block_size - skip, end - start - at)
-            k = load_tile(pool, block, k_offset + head * tile + skip * head_dim, count * head_dim, scratch)
-            _scores(query, heads, k, count, head_dim, weights, at)
-            at += count
+        _decode_unit(
+            q, rows[seq], first_head, first_head + heads_at_a_time, head_dim, flat, pool.shape[1], k_offset, v_offset, tables, seq,
+            start, end, scale, block_size, partial, peaks, totals, unit,
+        )  # fmt: skip
+
+
+@njit(cache=True, error_model="numpy")
+def _decode_unit(
+    q, row, first_head, last_head, head_dim, pool, block_elements, k_offset, v_offset, tables, seq,
+    start, end, scale, block_size, partial, peaks, totals, unit,
+):  # fmt: skip
+    """The tokens [start, end) of one sequence for KV heads [first_head, last_head). The pool is flat."""
+    heads, tile = partial.shape[2], block_size * head_dim
+    stride = (end - start + LANES - 1) // LANES * LANES  # from one head's weights to the next's
+    group = heads * head_dim
+    query = np.empty((last_head - first_head) * group, np.float32)
+    for i in range(len(query)):
+        query[i] = q[row, first_head * group + i] * scale
+    weights = np.empty((last_head - first_head) * heads * stride, np.float32)
+    out = np.zeros(len(query), np.float32)
+    scratch = np.empty(tile, np.float32)
+    first_index, last_index = start // block_size, (end - 1) // block_size
+
+    for index in range(first_index, last_index + 1):
+        first, last = max(start, index * block_size), min(end, (index + 1) * block_size)
+        block, following = tables[seq, index] * block_elements, tables[seq, min(index + 1, last_index)] * block_elements
+        for i in range(last_head - first_head):
+            offset = k_offset + (first_head + i) * tile
+            at = block + offset + (first - index * block_size) * head_dim
+            score_in_place(
+                query, i * group, heads, pool, at, last - first, following + offset, head_dim,
+                weights, i * heads * stride + first - start, stride, scratch,
+            )  # fmt: skip
+
+    result = np.empty(2, np.float32)
+    for i in range(last_head - first_head):
         for g in range(heads):
-            peak = np.float32(-np.inf)
-            for t in range(end - start):
-                peak = max(peak, weights[g, t])
-            peaks[unit, head, g] = peak
-            totals[unit, head, g] = _exp_row(weights[g], bits, end - start, peak)
-        out[:] = np.float32(0.0)
-        at = 0
-        while start + at < end:
-            block, skip = tables[seq, (start + at) // block_size], (start + at) % block_size
-            count = min(block_size - skip, end - start - at)
-            v = load_tile(pool, block, v_offset + head * tile + skip * head_dim, count * head_dim, scratch)
-            _weigh(weights, heads, at, v, count, head_dim, out)
-            at += count
+            softmax_row(weights, (i * heads + g) * stride, end - start, result)
+            peaks[unit, first_head + i, g], totals[unit, first_head + i, g] = result[0], result[1]
+
+    for index in range(first_index, last_index + 1):
+        first, last = max(start, index * block_size), min(end, (index + 1) * block_size)
+        block, following = tables[seq, index] * block_elements, tables[seq, min(index + 1, last_index)] * block_elements
+        for i in range(last_head - first_head):
+            offset = v_offset + (first_head + i) * tile
+            at = block + offset + (first - index * block_size) * head_dim
+            weigh_in_place(
+                weights, i * heads * stride + first - start, heads, stride, pool, at, last - first, following + offset, head_dim,
+                out, i * group, scratch,
+            )  # fmt: skip
+
+    for i in range(last_head - first_head):
+        for g in range(heads):
+            for d in range(head_dim):
+                partial[unit, first_head + i, g, d] = out[i * group + g * head_dim + d]
 
 
 @njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")

@@ -103,7 +103,9 @@ def test_decodes_and_prefills_in_one_batch_match_float64(name: str, dtype: str) 
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("heads", [(4, 4, 32), (8, 1, 16), (14, 2, 64), (2, 2, 128), (3, 3, 6)])
+@pytest.mark.parametrize(
+    "heads", [(4, 4, 32), (8, 1, 16), (14, 2, 64), (2, 2, 128), (3, 3, 6), (8, 2, 12), (10, 2, 40), (4, 2, 72)]
+)
 @pytest.mark.parametrize("block_size", [1, 5, 32])
 def test_head_shapes_and_block_sizes(name: str, heads: tuple[int, int, int], block_size: int) -> None:
     case = make_case(name, [(40, 1), (3, 1), (17, 6)], heads=heads, block_size=block_size)
