@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.kv.manager import KVCacheManager
+from engine.kv.prefix import PrefixMatch
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sched.plan import SampledToken, SampledTokens, SampleSpec, ScheduledSequence, StepPlan
 from engine.sched.waiting import WaitingQueue
@@ -113,7 +114,7 @@ class Scheduler:
         if self._counts.num_preemptions == num_preemptions:
             self._schedule_waiting(draft)
         sequences = tuple(self._sequence(self._running[request_id], n) for request_id, n in draft.chosen.items())
-        plan = StepPlan(sequences)
+        plan = StepPlan(sequences, copies=self.manager.take_copies())
         self._counts.num_scheduled_tokens += plan.num_tokens
         assert sequences or not self.has_work, "there is work, but no step for it"
         return plan
@@ -153,8 +154,8 @@ class Scheduler:
     def _schedule_waiting(self, draft: _Draft) -> None:
         while self._waiting and draft.budget > 0 and len(self._running) < self.max_num_seqs:
             request = self._waiting.peek()
-            match = self.manager.match_prefix(request.namespace, request.token_ids)
-            if not self.manager.can_admit(match, request.num_tokens, self._num_reserved_blocks()):
+            match = self._fitting_match(request)
+            if match is None:
                 return
             self._waiting.popleft()
             self.manager.admit(request.request_id, request.namespace, match)
@@ -163,6 +164,16 @@ class Scheduler:
             allocated = self.manager.allocate(request.request_id, request.num_computed_tokens + num_tokens)
             assert allocated, "can_admit promised these blocks"
             draft.take(request, num_tokens)
+
+    def _fitting_match(self, request: Request) -> PrefixMatch | None:
+        """What the request can start from, if it fits now. The block of a partial match has to stay beside its copy for a step:
+        where there is no room for both, that part is computed."""
+        match = self.manager.match_prefix(request.namespace, request.token_ids, request.num_public_tokens)
+        num_reserved = self._num_reserved_blocks()
+        for candidate in (match, match.without_partial()):
+            if self.manager.can_admit(candidate, request.num_tokens, num_reserved):
+                return candidate
+        return None
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that running requests still need for what they know by now, and one more for each to grow into."""
@@ -209,6 +220,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> list[TokenEvent]:
         """Book what the step computed: publish full blocks, append tokens, end what has ended. One event for each sample."""
+        self.manager.finish_step()
         events: list[TokenEvent] = []
         for sequence, token in zip(plan.sequences, sampled.tokens, strict=True):
             request = self._running[sequence.request_id]
