@@ -271,10 +271,10 @@ class KVCacheManager:
             assert block.ref_count == references.get(block.block_id, 0), f"block {block.block_id} leaks references"
         for table in self._tables.values():
             self._check_table(table)
-        hanging = [other for node in (*self._tree.tops(), *self._tree.nodes()) for other in node.open_blocks]
-        assert len(hanging) == len(self._tables), "an open block hangs in the tree without a table"
+        nodes = list(self._tree.all_nodes())
+        assert sum(len(node.open_blocks) for node in nodes) == len(self._tables), "an open block hangs without a table"
         assert self.num_free_blocks + self.num_cached_blocks + self.num_referenced_blocks == self.num_blocks
-        assert sum(1 for _ in self._tree.nodes()) >= self.num_cached_blocks
+        assert sum(node.block is not None for node in nodes) >= self.num_cached_blocks
 
     def _check_table(self, table: _BlockTable) -> None:
         assert table.block_ids == [block.block_id for block in table.blocks]

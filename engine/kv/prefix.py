@@ -214,15 +214,12 @@ class PrefixTree:
         node = self._policy.pop()
         return self.remove(node) if node is not None else None
 
-    def tops(self) -> Iterator[PrefixNode]:
-        """Every node without a block: roots and branches."""
-        return (node for node in self._walk() if node.block is None)
-
     def nodes(self) -> Iterator[PrefixNode]:
         """Every node that holds a block."""
-        return (node for node in self._walk() if node.block is not None)
+        return (node for node in self.all_nodes() if node.block is not None)
 
-    def _walk(self) -> Iterator[PrefixNode]:
+    def all_nodes(self) -> Iterator[PrefixNode]:
+        """Roots and branches too."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -232,7 +229,7 @@ class PrefixTree:
 
     def check_integrity(self) -> None:
         count = 0
-        for node in self._walk():
+        for node in self.all_nodes():
             assert node.sorted_children == sorted(node.children)
             for key, following in zip(node.sorted_children, node.sorted_children[1:], strict=False):
                 assert following[: len(key)] != key, "a partial node was kept beside one that holds its tokens and more"

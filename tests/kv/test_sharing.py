@@ -249,7 +249,7 @@ def resident(manager: KVCacheManager) -> list[tuple[Namespace, int, list[int]]]:
 
     tree = manager._tree
     runs = [path(node, []) for node in tree.nodes()]
-    return runs + [path(n, [*o.tokens]) for n in (*tree.tops(), *tree.nodes()) for o in n.open_blocks]
+    return runs + [path(n, [*o.tokens]) for n in tree.all_nodes() for o in n.open_blocks]
 
 
 @settings(deadline=None, max_examples=100)
