@@ -28,7 +28,7 @@ class EngineCore:
         self._runner = runner
         self._block_bytes = block_bytes
         self._clock = clock
-        self._num_evicted_before = 0
+        self._block_counts = (0, 0, 0)
 
     @property
     def has_work(self) -> bool:
@@ -54,19 +54,22 @@ class EngineCore:
         return self._stats(StepCounts(), 0.0)
 
     def _stats(self, counts: StepCounts, seconds: float) -> StepStats:
-        num_evicted = self.scheduler.manager.num_evicted_blocks
-        newly_evicted, self._num_evicted_before = num_evicted - self._num_evicted_before, num_evicted
+        manager, before = self.scheduler.manager, self._block_counts
+        self._block_counts = (manager.num_evicted_blocks, manager.num_copied_blocks, manager.num_merged_blocks)
+        num_evicted, num_copied, num_merged = (now - then for now, then in zip(self._block_counts, before, strict=True))
         return StepStats(
             num_scheduled_tokens=counts.num_scheduled_tokens,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_sampled_tokens=counts.num_sampled_tokens,
             num_recomputed_tokens=counts.num_recomputed_tokens,
             num_preemptions=counts.num_preemptions,
-            num_evicted_blocks=newly_evicted,
+            num_evicted_blocks=num_evicted,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             step_seconds=seconds,
             cache=self._cache_stats(),
+            num_copied_blocks=num_copied,
+            num_merged_blocks=num_merged,
         )
 
     def _cache_stats(self) -> CacheStats:

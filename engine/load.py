@@ -65,7 +65,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     max_model_len = _max_model_len(config, model_config, num_blocks * fmt.block_size, notes)
     storage = KVStorage(fmt, num_blocks, device)
     attention = choose_backend(config.attention_backend, storage, model_config.num_heads)
-    runner = _build_runner(model_config, weights, attention, max_model_len, fmt.block_size, device)
+    runner = _build_runner(model_config, weights, attention, storage, max_model_len, device)
     on_progress("warming up (compiles kernels at the first start)", None)
     _warm_up(runner, min(fmt.block_size, max_model_len))
     core = _build_core(config, model_config, runner, fmt, num_blocks)
@@ -135,12 +135,12 @@ def _build_runner(
     model: ModelConfig,
     weights: ModelWeights,
     attention: AttentionBackend,
+    storage: KVStorage,
     max_model_len: int,
-    block_size: int,
     device: torch.device,
 ) -> ModelRunner:
     rope = RopeTable((model.rope,), max_model_len, device)
-    return ModelRunner(_build_model(model, weights, attention), rope, attention, block_size, device)
+    return ModelRunner(_build_model(model, weights, attention), rope, attention, storage, device)
 
 
 def _build_model(config: ModelConfig, weights: ModelWeights, attention: AttentionBackend) -> Model:

@@ -96,7 +96,8 @@ class Request:
     """One sequence on its way through the engine. Written by the Scheduler alone.
 
     ``token_ids`` holds the prompt and, behind it, every sampled token. Always 0 <= num_computed_tokens <= num_tokens,
-    and a request has a finish reason exactly when its status is FINISHED.
+    and a request has a finish reason exactly when its status is FINISHED. The first ``num_public_tokens`` tokens of the prompt
+    are an operator's public prefix: their full blocks belong to no salt.
     """
 
     request_id: str
@@ -105,6 +106,7 @@ class Request:
     seed: int
     namespace: Namespace = PUBLIC_NAMESPACE
     arrival_time: float = 0.0
+    num_public_tokens: int = 0
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0

@@ -45,12 +45,16 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request left the queue for the first time. Said once for each request, never at resumption."""
+    """A request left the queue for the first time. Said once for each request, never at resumption.
+
+    ``num_in_flight_tokens`` of the cached ones were computed by another request while this one was held back for it.
+    """
 
     request_id: str
     num_prompt_tokens: int
     num_cached_tokens: int
     queue_seconds: float
+    num_in_flight_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class StepStats:
     """What one step did, and how the engine stands after it. All zero but the gauges when no step ran.
 
     ``num_prompt_tokens`` counts prompt tokens that were covered for the first time, computed or found in the cache.
-    ``num_recomputed_tokens`` counts tokens computed again after a preemption; they are never hits.
+    ``num_recomputed_tokens`` counts tokens computed again after a preemption; they are never hits. ``num_copied_blocks``
+    were begun as copies of partly matching ones; ``num_merged_blocks`` turned out to be duplicates when full, and were freed.
     """
 
     num_scheduled_tokens: int
@@ -71,6 +76,8 @@ class StepStats:
     num_waiting: int
     step_seconds: float
     cache: CacheStats
+    num_copied_blocks: int = 0
+    num_merged_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core import EngineCore
+from engine.kv.block import Block, BlockCopy
 from engine.kv.manager import KVCacheManager
+from engine.kv.pool import BlockPool
 from engine.request import Namespace, Request, SamplingParams
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
 from engine.sched.scheduler import Scheduler
@@ -26,9 +28,44 @@ def make_request(
     return Request(request_id, tuple(prompt), params, seed=0, namespace=Namespace(salt=salt), arrival_time=arrival_time)
 
 
-def make_scheduler(*, num_blocks: int = 40, block_size: int = 4, max_num_seqs: int = 8, budget: int = 32) -> Scheduler:
+class WatchedPool(BlockPool):
+    """A pool that tells which blocks lost what they held: RecordingRunner forgets their slots, so that reading one is an error."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.emptied: set[int] = set()
+
+    def allocate(self) -> Block:
+        block = super().allocate()
+        self.emptied.add(block.block_id)
+        return block
+
+    def release(self, block: Block) -> None:
+        super().release(block)
+        if block.ref_count == 0 and block.node is None:
+            self.emptied.add(block.block_id)
+
+    def reclaim(self, block: Block) -> None:
+        super().reclaim(block)
+        self.emptied.add(block.block_id)
+
+    def take_emptied(self) -> set[int]:
+        emptied, self.emptied = self.emptied, set()
+        return emptied
+
+
+def make_manager(num_blocks: int, block_size: int, **options: object) -> KVCacheManager:
+    manager = KVCacheManager(num_blocks, block_size, **options)  # type: ignore[arg-type]
+    manager._pool = WatchedPool(num_blocks)
+    return manager
+
+
+def make_scheduler(
+    *, num_blocks: int = 40, block_size: int = 4, max_num_seqs: int = 8, budget: int = 32, **options: object
+) -> Scheduler:
+    """``options`` are the manager's."""
     return Scheduler(
-        KVCacheManager(num_blocks, block_size),
+        make_manager(num_blocks, block_size, **options),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         eos_token_ids=(EOS,),
@@ -46,15 +83,25 @@ def next_token(tokens: Sequence[int]) -> int:
 
 class RecordingRunner:
     """A runner whose "cache" holds the token that was computed in each slot, and which reads its context back through the
-    block table. If blocks are shared, copied, freed or reused wrongly, the context and so the token comes out wrong."""
+    block table. If blocks are shared, copied, freed or reused wrongly, the context and so the token comes out wrong.
 
-    def __init__(self, block_size: int) -> None:
+    With a watched pool, blocks that were freed or evicted since the last step hold nothing any more: reading one is an error.
+    """
+
+    def __init__(self, block_size: int, pool: WatchedPool | None = None) -> None:
         self.block_size = block_size
+        self.pool = pool
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
         self.num_computed = 0
+        self.num_copies = 0
 
     def execute(self, plan: StepPlan) -> SampledTokens:
         self._check_write_targets(plan)
+        for block_id in self.pool.take_emptied() if self.pool is not None else ():
+            for slot in self._block_slots(block_id):
+                self.slots.pop(slot, None)
+        for copy in plan.copies:
+            self._copy(copy)
         out: list[SampledToken | None] = []
         for sequence in plan.sequences:
             for position, token in enumerate(sequence.token_ids, sequence.start):
@@ -63,6 +110,16 @@ class RecordingRunner:
             context = [self._read(sequence.block_table, position) for position in range(sequence.seq_len)]
             out.append(SampledToken(next_token(context)) if sequence.sample is not None else None)
         return SampledTokens(tuple(out))
+
+    def _block_slots(self, block_id: int) -> range:
+        return range(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _copy(self, copy: BlockCopy) -> None:
+        assert 0 < copy.num_tokens < self.block_size
+        self.num_copies += 1
+        pairs = zip(self._block_slots(copy.source), self._block_slots(copy.target), strict=True)
+        for source, target in list(pairs)[: copy.num_tokens]:
+            self.slots[target] = self.slots[source]
 
     def _slot(self, block_table: tuple[int, ...], position: int) -> int:
         return block_table[position // self.block_size] * self.block_size + position % self.block_size
@@ -75,10 +132,15 @@ class RecordingRunner:
     def _check_write_targets(self, plan: StepPlan) -> None:
         written = [self._slot(s.block_table, position) for s in plan.sequences for position in range(s.start, s.seq_len)]
         assert len(set(written)) == len(written), "two sequences write to one slot"
+        targets = [copy.target for copy in plan.copies]
+        assert len(set(targets)) == len(targets), "two copies go to one block"
+        for block_id in {*targets, *(slot // self.block_size for slot in written)} if self.pool is not None else ():
+            assert self.pool.blocks[block_id].node is None, "a published block is written to"
 
 
 def make_core(scheduler: Scheduler) -> tuple[EngineCore, RecordingRunner]:
-    runner = RecordingRunner(scheduler.manager.block_size)
+    pool = scheduler.manager._pool
+    runner = RecordingRunner(scheduler.manager.block_size, pool if isinstance(pool, WatchedPool) else None)
     return EngineCore(scheduler, runner, block_bytes=64, clock=lambda: 0.0), runner
 
 

@@ -133,7 +133,7 @@ def test_blocks_of_earlier_calls_are_reused(folder: Path) -> None:
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 20)
     assert again.token_ids == first.token_ids
     (longer,) = llm.generate([[*prompt, *first.token_ids]], GREEDY)
-    assert longer.num_cached_tokens == 44, "all of 21 + 24 tokens but the last, which was never computed, in blocks of 4"
+    assert longer.num_cached_tokens == 44, "all of 21 + 24 tokens but the last, which was never computed"
     assert_idle(llm)
 
 

@@ -1,4 +1,4 @@
-"""A block's book-keeping, and the prefix-tree node that makes it findable."""
+"""A block's book-keeping, the prefix-tree node that makes it findable, and the copies between blocks that sharing needs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,52 @@ class Block:
     node: PrefixNode | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The first ``num_tokens`` tokens of block ``source`` go to block ``target``, all layers, before the step computes anything.
+
+    Copies are made in the order in which they are listed: a source may be the target of an earlier one.
+    """
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class OpenBlock:
+    """The block that a running request fills, hung up at the node of the one before it, so that others can copy from it.
+
+    ``tokens`` are those whose K and V it holds by now: fewer than a block. ``block`` is None exactly while there are none.
+    """
+
+    block: Block | None = None
+    tokens: Tokens = ()
+
+
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """One full block of exact tokens under its parent. A namespace's root has neither parent nor block, but the namespace.
+    """One block of exact tokens under its parent.
+
+    A full node may have children, branches and open blocks. A partial one (fewer tokens than a block: where a request
+    ended) has none of them, and is no prefix of a sibling. A root has neither parent nor block, a branch no block: it stands
+    below a public node and holds what a namespace of its own continues it with. Both carry their namespace.
 
     A referenced block's ancestors are all referenced, so unreferenced nodes hang together at the bottom of the tree.
+    ``sorted_children`` are the keys of ``children`` in order: the longest common prefix is with a neighbour there.
     """
 
     tokens: Tokens
-    parent: PrefixNode | None
+    parent: PrefixNode | None = field(repr=False)
     block: Block | None
     depth: int
     last_used: int = 0
     namespace: Namespace | None = None
-    children: dict[Tokens, PrefixNode] = field(default_factory=dict)
+    children: dict[Tokens, PrefixNode] = field(default_factory=dict, repr=False)
+    sorted_children: list[Tokens] = field(default_factory=list, repr=False)
+    open_blocks: tuple[OpenBlock, ...] = ()
+    branches: dict[Namespace, PrefixNode] | None = field(default=None, repr=False)
 
     @property
     def is_evictable(self) -> bool:
-        return self.block is not None and self.block.ref_count == 0 and not self.children
+        return self.block is not None and self.block.ref_count == 0 and not self.children and not self.branches

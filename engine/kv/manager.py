@@ -5,22 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.kv.block import Block, PrefixNode
+from engine.kv.block import Block, BlockCopy, OpenBlock, PrefixNode, Tokens
 from engine.kv.eviction import EvictionPolicy, LRUPolicy
 from engine.kv.pool import BlockPool
-from engine.kv.prefix import PrefixMatch, PrefixTree
+from engine.kv.prefix import PartialMatch, PrefixMatch, PrefixTree
 from engine.request import Namespace
 
 
 @dataclass(slots=True, eq=False)
 class _BlockTable:
-    """A running request's blocks. The first ``num_committed`` are in the tree; ``tip`` is the node of the last of them."""
+    """A running request's blocks. The first ``num_committed`` are in the tree; ``tip`` is the node of the last of them.
+
+    While there is none, and below the last public block, the tip is a root or a branch. ``open`` hangs at the tip.
+    """
 
     namespace: Namespace
-    tip: PrefixNode | None
-    blocks: list[Block] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    num_committed: int = 0
+    num_public_blocks: int
+    tip: PrefixNode
+    blocks: list[Block]
+    block_ids: list[int]
+    num_committed: int
+    open: OpenBlock = field(default_factory=OpenBlock)
+
+    def append(self, block: Block) -> None:
+        self.blocks.append(block)
+        self.block_ids.append(block.block_id)
+
+    def note_open(self, tokens: Tokens) -> None:
+        """The block behind the committed ones holds these tokens by now."""
+        self.open.tokens = tokens
+        self.open.block = self.blocks[self.num_committed] if tokens else None
 
 
 class KVCacheManager:
@@ -28,16 +42,34 @@ class KVCacheManager:
 
     match_prefix  looks            allocate  takes blocks for tokens to come
     admit         takes a match    commit    publishes what was computed
-    free          gives all back; what was committed stays cached until its block is needed
+    free          gives all back; what was computed stays cached until its block is needed
+
+    A step: admissions may ask for copies (``take_copies``), whose sources stay held until the step is over (``finish_step``,
+    before its commits). ``allow_partial`` is False for formats whose blocks cannot be shared in part: the quantized ones.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        policy: EvictionPolicy | None = None,
+        *,
+        allow_partial: bool = True,
+    ) -> None:
         self.block_size = block_size
         self.num_evicted_blocks = 0
+        self.num_copied_blocks = 0
+        self.num_merged_blocks = 0
         self._pool = BlockPool(num_blocks)
-        self._tree = PrefixTree(block_size, policy if policy is not None else LRUPolicy())
+        self._tree = PrefixTree(block_size, policy if policy is not None else LRUPolicy(), allow_partial=allow_partial)
         self._tables: dict[str, _BlockTable] = {}
+        self._copies: list[BlockCopy] = []
+        self._copy_sources: list[Block] = []
         self._clock = 0
+
+    @property
+    def allow_partial(self) -> bool:
+        return self._tree.allow_partial
 
     @property
     def num_blocks(self) -> int:
@@ -67,29 +99,78 @@ class KVCacheManager:
         """How many blocks a running request lacks to hold ``num_tokens`` tokens."""
         return max(0, self.num_blocks_for(num_tokens) - len(self._tables[request_id].blocks))
 
-    def match_prefix(self, namespace: Namespace, token_ids: Sequence[int]) -> PrefixMatch:
-        return self._tree.match(namespace, token_ids)
+    def match_prefix(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int = 0) -> PrefixMatch:
+        """The longest resident prefix. The full blocks of the first ``num_public_tokens`` tokens belong to no salt."""
+        num_public_blocks = num_public_tokens // self.block_size if namespace.salt else 0
+        return self._tree.match(namespace, token_ids, num_public_blocks)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, num_reserved: int) -> bool:
         """Whether a request of ``num_tokens`` known tokens fits beside ``num_reserved`` blocks promised to others."""
         num_revived = sum(block.ref_count == 0 for block in match.blocks)
+        partial = match.partial
+        if partial is not None and partial.source.ref_count == 0 and not partial.can_be_taken_over:
+            num_revived += 1
         num_needed = self.num_blocks_for(num_tokens) - len(match.nodes)
         return num_needed + num_revived + num_reserved <= self.num_available_blocks
 
     def admit(self, request_id: str, namespace: Namespace, match: PrefixMatch) -> None:
-        """Open a table that starts with the matched blocks, one reference taken on each."""
+        """Open a table that starts with the matched blocks, one reference taken on each.
+
+        For a partial match a block is taken at once, and its copy noted for the step (``take_copies``).
+        """
         assert request_id not in self._tables, f"request {request_id} has a block table already"
         self._clock += 1
-        for node, block in zip(match.nodes, match.blocks, strict=True):
+        blocks = list(match.blocks)
+        for node, block in zip(match.nodes, blocks, strict=True):
             self._pool.retain(block)
             self._tree.touch(node, self._clock)
-        self._tables[request_id] = _BlockTable(
+        table = _BlockTable(
             namespace=namespace,
-            tip=match.nodes[-1] if match.nodes else None,
-            blocks=list(match.blocks),
-            block_ids=[block.block_id for block in match.blocks],
-            num_committed=len(match.nodes),
+            num_public_blocks=match.num_public_blocks,
+            tip=self._tree.tip(namespace, match.nodes, match.num_public_blocks),
+            blocks=blocks,
+            block_ids=[block.block_id for block in blocks],
+            num_committed=len(blocks),
         )
+        self._tree.hang(table.tip, table.open)
+        self._tables[request_id] = table
+        if match.partial is not None:
+            self._open(table, match.partial)
+
+    def _open(self, table: _BlockTable, partial: PartialMatch) -> None:
+        """Let the table's open block start with the matched tokens."""
+        block = partial.source
+        if partial.can_be_taken_over:
+            self._pool.retain(block)
+            assert block.node is not None
+            self._tree.remove(block.node)
+        else:
+            block = self._copy(partial)
+        table.append(block)
+        table.note_open(partial.tokens)
+
+    def _copy(self, partial: PartialMatch) -> Block:
+        """A block that will hold the matched tokens once the step's copies are made. The source is held until then."""
+        source = partial.source
+        self._pool.retain(source)
+        if source.node is not None:
+            self._tree.touch(source.node, self._clock)
+        target = self._take_block()
+        self._copies.append(BlockCopy(source.block_id, target.block_id, partial.num_tokens))
+        self._copy_sources.append(source)
+        self.num_copied_blocks += 1
+        return target
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies that admissions have asked for since the last call, in their order."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def finish_step(self) -> None:
+        """The step's copies are made: let go of their sources."""
+        sources, self._copy_sources = self._copy_sources, []
+        for source in sources:
+            self._release(source)
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
         """Make the table long enough for ``num_tokens`` tokens. False, and nothing taken, when the blocks are not there."""
@@ -98,9 +179,7 @@ class KVCacheManager:
             return False
         table = self._tables[request_id]
         for _ in range(num_missing):
-            block = self._take_block()
-            table.blocks.append(block)
-            table.block_ids.append(block.block_id)
+            table.append(self._take_block())
         return True
 
     def _take_block(self) -> Block:
@@ -111,20 +190,42 @@ class KVCacheManager:
             self._pool.reclaim(victim)
         return self._pool.allocate()
 
-    def commit(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Publish the blocks that are full by now. ``token_ids`` are the request's known tokens from the start.
+    def _release(self, block: Block) -> None:
+        self._pool.release(block)
+        if block.ref_count == 0 and block.node is not None:
+            self._tree.offer(block.node, self._clock)
 
-        When another request published the same tokens first, its block takes the place of ours, which is freed.
+    def commit(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Publish the blocks that are full by now, and note what the open one holds.
+
+        ``token_ids`` are the request's known tokens from the start. When another request published the same tokens first,
+        its block takes the place of ours, which is freed.
         """
         table = self._tables[request_id]
-        size = self.block_size
+        tip, size = table.tip, self.block_size
         while (table.num_committed + 1) * size <= num_computed_tokens:
             index = table.num_committed
             tokens = tuple(token_ids[index * size : (index + 1) * size])
-            node = self._tree.insert(table.namespace, table.tip, tokens, table.blocks[index])
+            node = self._publish(tip, tokens, table.blocks[index])
             self._adopt(table, index, node)
-            table.tip = node
             table.num_committed += 1
+            tip = node if table.num_committed != table.num_public_blocks else self._tree.branch(node, table.namespace)
+        if self._tree.allow_partial:
+            table.note_open(tuple(token_ids[table.num_committed * size : num_computed_tokens]))
+        if tip is not table.tip:
+            self._tree.hang(tip, table.open)
+            self._tree.unhang(table.tip, table.open)
+            table.tip = tip
+
+    def _publish(self, parent: PrefixNode, tokens: Tokens, block: Block) -> PrefixNode:
+        """Insert the block, and free the partial one that it makes useless. (In this order: a parent without children may go.)"""
+        useless = self._tree.superseded(parent, tokens) if parent.children else None
+        node = self._tree.insert(parent, tokens, block)
+        if useless is not None:
+            unused = self._tree.remove(useless)
+            if unused.ref_count == 0:
+                self._pool.reclaim(unused)
+        return node
 
     def _adopt(self, table: _BlockTable, index: int, node: PrefixNode) -> None:
         """Let the table hold the node's block at ``index``, in place of a duplicate if that is what it holds."""
@@ -137,15 +238,23 @@ class KVCacheManager:
         self._pool.release(own)
         table.blocks[index] = shared
         table.block_ids[index] = shared.block_id
+        self.num_merged_blocks += 1
 
     def free(self, request_id: str) -> None:
-        """Close the table. Committed blocks that nobody else holds stay cached; the others are free at once."""
+        """Close the table. Computed blocks that nobody else holds stay cached, the open one too; the others are free at once."""
         table = self._tables.pop(request_id)
         self._clock += 1
+        self._publish_open(table)
+        self._tree.unhang(table.tip, table.open)
         for block in reversed(table.blocks):
-            self._pool.release(block)
-            if block.ref_count == 0 and block.node is not None:
-                self._tree.offer(block.node, self._clock)
+            self._release(block)
+
+    def _publish_open(self, table: _BlockTable) -> None:
+        """Leave the open block as a partial node, unless another block holds its tokens too."""
+        block, tokens = table.open.block, table.open.tokens
+        table.note_open(())
+        if block is not None and not self._tree.covers(table.tip, tokens):
+            self._publish(table.tip, tokens, block)
 
     def block_table(self, request_id: str) -> list[int]:
         """The request's block ids in token order. Read only."""
@@ -156,13 +265,28 @@ class KVCacheManager:
         self._pool.check_integrity()
         self._tree.check_integrity()
         references: dict[int, int] = {}
-        for table in self._tables.values():
-            assert table.block_ids == [block.block_id for block in table.blocks]
-            assert table.num_committed <= len(table.blocks)
-            for index, block in enumerate(table.blocks):
-                references[block.block_id] = references.get(block.block_id, 0) + 1
-                assert (block.node is not None) == (index < table.num_committed), "only committed blocks are in the tree"
+        for block in (*(block for table in self._tables.values() for block in table.blocks), *self._copy_sources):
+            references[block.block_id] = references.get(block.block_id, 0) + 1
         for block in self._pool.blocks:
             assert block.ref_count == references.get(block.block_id, 0), f"block {block.block_id} leaks references"
+        for table in self._tables.values():
+            self._check_table(table)
+        nodes = list(self._tree.all_nodes())
+        assert sum(len(node.open_blocks) for node in nodes) == len(self._tables), "an open block hangs without a table"
         assert self.num_free_blocks + self.num_cached_blocks + self.num_referenced_blocks == self.num_blocks
-        assert sum(1 for _ in self._tree.nodes()) >= self.num_cached_blocks
+        assert sum(node.block is not None for node in nodes) >= self.num_cached_blocks
+
+    def _check_table(self, table: _BlockTable) -> None:
+        assert table.block_ids == [block.block_id for block in table.blocks]
+        assert table.num_committed <= len(table.blocks)
+        for index, block in enumerate(table.blocks):
+            assert (block.node is not None) == (index < table.num_committed), "only committed blocks are in the tree"
+        nodes = [block.node for block in table.blocks[: table.num_committed] if block.node is not None]
+        assert all(len(node.tokens) == self.block_size for node in nodes)
+        assert table.tip is self._tree.tip(table.namespace, nodes, table.num_public_blocks)
+        assert table.open in table.tip.open_blocks
+        assert len(table.open.tokens) < self.block_size
+        assert (table.open.block is None) == (not table.open.tokens)
+        if table.open.block is not None:
+            assert self.allow_partial
+            assert table.open.block is table.blocks[table.num_committed]

@@ -1,55 +1,148 @@
-"""The prefix tree: full blocks found by their exact tokens, within a namespace. No hashes, so no collisions."""
+"""The prefix tree: blocks found by their exact tokens, within a namespace. No hashes, so no collisions."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.kv.block import Block, PrefixNode
+from engine.kv.block import Block, OpenBlock, PrefixNode, Tokens
 from engine.kv.eviction import EvictionPolicy
 from engine.request import Namespace
 
 
 @dataclass(frozen=True, slots=True)
+class PartialMatch:
+    """A block that starts with ``tokens``, the prompt's next ones; what else it holds differs, or is not wanted."""
+
+    source: Block
+    tokens: Tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def can_be_taken_over(self) -> bool:
+        """Nobody holds the block and the prompt goes on where it ends: it needs no copy, its new owner fills it further."""
+        node = self.source.node
+        return self.source.ref_count == 0 and node is not None and len(node.tokens) == len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest run of resident blocks that a prompt starts with. A finding only: nothing is held by it."""
+    """The longest run of resident tokens that a prompt starts with. A finding only: nothing is held by it.
+
+    ``nodes`` are full blocks, shared as they are; ``partial`` follows on them, to be copied from. The first
+    ``num_public_blocks`` blocks of the request belong to the public tree, resident or not.
+    """
 
     nodes: tuple[PrefixNode, ...]
     num_tokens: int
+    partial: PartialMatch | None = None
+    num_public_blocks: int = 0
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         return tuple(node.block for node in self.nodes if node.block is not None)
 
+    def without_partial(self) -> PrefixMatch:
+        num_partial = self.partial.num_tokens if self.partial is not None else 0
+        return replace(self, num_tokens=self.num_tokens - num_partial, partial=None)
+
+
+def public_namespace(namespace: Namespace) -> Namespace:
+    """Where the public blocks of this namespace's requests stand: without its salt, everything else being equal."""
+    return namespace._replace(salt="")
+
 
 class PrefixTree:
     """One root for each namespace. Writes nodes and their blocks' ``node``; reference counts are the pool's."""
 
-    def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
+    def __init__(self, block_size: int, policy: EvictionPolicy, *, allow_partial: bool) -> None:
         self.block_size = block_size
+        self.allow_partial = allow_partial
         self._policy = policy
         self._roots: dict[Namespace, PrefixNode] = {}
 
-    def match(self, namespace: Namespace, token_ids: Sequence[int]) -> PrefixMatch:
+    def match(self, namespace: Namespace, token_ids: Sequence[int], num_public_blocks: int = 0) -> PrefixMatch:
         """Follow the tokens down. At least one token is left to compute: a full hit would give no logits."""
-        node = self._roots.get(namespace)
+        limit = len(token_ids) - 1
         nodes: list[PrefixNode] = []
+        node = self._roots.get(public_namespace(namespace) if num_public_blocks else namespace)
+        if num_public_blocks:
+            node = self._descend(node, token_ids, min(limit, num_public_blocks * self.block_size), nodes)
+            if len(nodes) == num_public_blocks:
+                node = (nodes[-1].branches or {}).get(namespace)
+        if len(nodes) == num_public_blocks:
+            node = self._descend(node, token_ids, limit, nodes)
+        num_tokens = len(nodes) * self.block_size
+        partial = self._match_partial(node, token_ids[num_tokens : min(limit, num_tokens + self.block_size)])
+        num_partial = partial.num_tokens if partial is not None else 0
+        return PrefixMatch(tuple(nodes), num_tokens + num_partial, partial, num_public_blocks)
+
+    def _descend(
+        self, node: PrefixNode | None, token_ids: Sequence[int], limit: int, nodes: list[PrefixNode]
+    ) -> PrefixNode | None:
+        """Append the full nodes that hold the tokens from len(nodes) blocks on to ``limit``; returns the last one reached."""
         size = self.block_size
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
-            if node is None:
+        for start in range(len(nodes) * size, limit - size + 1, size):
+            child = node.children.get(tuple(token_ids[start : start + size])) if node is not None else None
+            if child is None:
                 break
-            node = node.children.get(tuple(token_ids[start : start + size]))
-            if node is not None:
-                nodes.append(node)
-        return PrefixMatch(tuple(nodes), len(nodes) * size)
+            nodes.append(child)
+            node = child
+        return node
 
-    def insert(self, namespace: Namespace, parent: PrefixNode | None, tokens: tuple[int, ...], block: Block) -> PrefixNode:
-        """Publish a full block below ``parent`` (None: as the first of its namespace).
+    def _match_partial(self, node: PrefixNode | None, wanted: Sequence[int]) -> PartialMatch | None:
+        """The block below the node, published or open, that has the longest common prefix with ``wanted``."""
+        if node is None or not self.allow_partial or not wanted:
+            return None
+        tokens = tuple(wanted)
+        source, longest = None, 0
+        position = bisect_left(node.sorted_children, tokens)
+        for key in node.sorted_children[max(0, position - 1) : position + 1]:
+            if (length := _common_len(key, tokens)) > longest:
+                source, longest = node.children[key].block, length
+        for other in node.open_blocks:
+            if (length := _common_len(other.tokens, tokens)) > longest:
+                source, longest = other.block, length
+        return PartialMatch(source, tokens[:longest]) if source is not None else None
 
-        Returns the node that stands for these tokens: an older one with another block, if there is one.
+    def tip(self, namespace: Namespace, nodes: Sequence[PrefixNode], num_public_blocks: int) -> PrefixNode:
+        """The node that a request's next block will hang below, made if need be. Hang something up there, or it is forgotten."""
+        if len(nodes) == num_public_blocks and nodes:
+            return self.branch(nodes[-1], namespace)
+        if nodes:
+            return nodes[-1]
+        top = public_namespace(namespace) if num_public_blocks else namespace
+        if top not in self._roots:
+            self._roots[top] = PrefixNode((), None, None, 0, namespace=top)
+        return self._roots[top]
+
+    def branch(self, node: PrefixNode, namespace: Namespace) -> PrefixNode:
+        """Where the namespace's own blocks continue a public node."""
+        if node.branches is None:
+            node.branches = {}
+        if namespace not in node.branches:
+            self._policy.discard(node)
+            node.branches[namespace] = PrefixNode((), node, None, node.depth, namespace=namespace)
+        return node.branches[namespace]
+
+    def hang(self, node: PrefixNode, open_block: OpenBlock) -> None:
+        """Let the open block be found below the node, and keep the node."""
+        node.open_blocks = (*node.open_blocks, open_block)
+
+    def unhang(self, node: PrefixNode, open_block: OpenBlock) -> None:
+        assert open_block in node.open_blocks
+        node.open_blocks = tuple(other for other in node.open_blocks if other is not open_block)
+        self._settle(node)
+
+    def insert(self, parent: PrefixNode, tokens: Tokens, block: Block) -> PrefixNode:
+        """Publish a block below ``parent``. Returns the node that stands for these tokens: an older one, if there is one.
+
+        A partial sibling that these tokens begin with is to be removed next (``superseded`` names it beforehand).
         """
-        assert len(tokens) == self.block_size
-        parent = parent if parent is not None else self._root(namespace)
         known = parent.children.get(tokens)
         if known is not None:
             return known
@@ -57,13 +150,53 @@ class PrefixTree:
         self._policy.discard(parent)
         node = PrefixNode(tokens, parent, block, parent.depth + 1)
         parent.children[tokens] = node
+        insort(parent.sorted_children, tokens)
         block.node = node
         return node
 
-    def _root(self, namespace: Namespace) -> PrefixNode:
-        if namespace not in self._roots:
-            self._roots[namespace] = PrefixNode((), None, None, 0, namespace=namespace)
-        return self._roots[namespace]
+    def superseded(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
+        """The partial child that a sibling with these tokens would make useless. One at most: none is a prefix of another."""
+        position = bisect_left(parent.sorted_children, tokens)
+        key = parent.sorted_children[position - 1] if position else ()
+        return parent.children[key] if key and key == tokens[: len(key)] else None
+
+    def covers(self, parent: PrefixNode, tokens: Tokens) -> bool:
+        """Whether some block below the parent, published or open, holds these tokens and perhaps more."""
+        position = bisect_left(parent.sorted_children, tokens)
+        following = parent.sorted_children[position : position + 1]
+        candidates = (*following, *(other.tokens for other in parent.open_blocks))
+        return any(candidate[: len(tokens)] == tokens for candidate in candidates)
+
+    def remove(self, node: PrefixNode) -> Block:
+        """Forget a node without children and return its block, which nobody can find now."""
+        block, parent = node.block, node.parent
+        assert block is not None
+        assert parent is not None
+        assert not node.children
+        assert not node.branches
+        self._policy.discard(node)
+        del parent.children[node.tokens]
+        del parent.sorted_children[bisect_left(parent.sorted_children, node.tokens)]
+        block.node = None
+        node.block = None
+        self._settle(parent)
+        return block
+
+    def _settle(self, node: PrefixNode) -> None:
+        """Something below the node has gone: it may be evictable now or, without a block of its own, not needed any more."""
+        if node.block is not None:
+            if node.is_evictable:
+                self._policy.add(node)
+            return
+        if node.children or node.open_blocks:
+            return
+        assert node.namespace is not None
+        if node.parent is None:
+            del self._roots[node.namespace]
+        else:
+            assert node.parent.branches is not None
+            del node.parent.branches[node.namespace]
+            self._settle(node.parent)
 
     def touch(self, node: PrefixNode, now: int) -> None:
         """The node is in use: protect it from eviction."""
@@ -79,41 +212,70 @@ class PrefixTree:
     def evict(self) -> Block | None:
         """Forget the policy's victim and return its block; None when nothing is evictable."""
         node = self._policy.pop()
-        if node is None:
-            return None
-        block, parent = node.block, node.parent
-        assert block is not None
-        assert parent is not None
-        del parent.children[node.tokens]
-        block.node = None
-        node.block = None
-        if parent.is_evictable:
-            self._policy.add(parent)
-        elif parent.namespace is not None and not parent.children:
-            del self._roots[parent.namespace]
-        return block
+        return self.remove(node) if node is not None else None
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Every node that holds a block."""
+        return (node for node in self.all_nodes() if node.block is not None)
+
+    def all_nodes(self) -> Iterator[PrefixNode]:
+        """Roots and branches too."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
-            if node.block is not None:
-                yield node
+            stack.extend((node.branches or {}).values())
+            yield node
 
     def check_integrity(self) -> None:
-        assert all(root.children for root in self._roots.values()), "a namespace without blocks was kept"
         count = 0
-        for node in self.nodes():
-            count += 1
-            block, parent = node.block, node.parent
-            assert block is not None
-            assert parent is not None
-            assert block.node is node, f"block {block.block_id} does not point back to its node"
-            assert parent.children.get(node.tokens) is node
-            assert node.depth == parent.depth + 1
-            if block.ref_count > 0 and parent.block is not None:
-                assert parent.block.ref_count > 0, "a referenced block hangs below an unreferenced one"
-            assert node.is_evictable == (node in self._policy), f"block {block.block_id}: evictable and policy disagree"
+        for node in self.all_nodes():
+            assert node.sorted_children == sorted(node.children)
+            for key, following in zip(node.sorted_children, node.sorted_children[1:], strict=False):
+                assert following[: len(key)] != key, "a partial node was kept beside one that holds its tokens and more"
+            if node.block is None:
+                self._check_top(node)
+            else:
+                count += 1
+                self._check_node(node, node.block)
         assert len(self._policy) <= count
+
+    def _check_top(self, node: PrefixNode) -> None:
+        assert node.children or node.open_blocks, "a namespace without blocks was kept"
+        assert node.namespace is not None
+        assert not node.tokens
+        assert not node.branches, "a branch stands below a block"
+        siblings = self._roots if node.parent is None else node.parent.branches
+        assert siblings is not None
+        assert siblings[node.namespace] is node
+        if node.parent is not None:
+            assert node.parent.block is not None
+            assert node.depth == node.parent.depth
+
+    def _check_node(self, node: PrefixNode, block: Block) -> None:
+        parent = node.parent
+        assert parent is not None
+        assert block.node is node, f"block {block.block_id} does not point back to its node"
+        assert parent.children.get(node.tokens) is node
+        assert node.depth == parent.depth + 1
+        assert node.namespace is None
+        if len(node.tokens) != self.block_size:
+            assert self.allow_partial
+            assert 0 < len(node.tokens) < self.block_size
+            assert not node.children
+            assert not node.open_blocks
+            assert not node.branches
+        above = parent if parent.block is not None else parent.parent
+        if block.ref_count > 0 and above is not None:
+            assert above.block is not None
+            assert above.block.ref_count > 0, "a referenced block hangs below an unreferenced one"
+        assert node.is_evictable == (node in self._policy), f"block {block.block_id}: evictable and policy disagree"
+
+
+def _common_len(a: Tokens, b: Tokens) -> int:
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.errors import InsufficientMemoryError
+from engine.kv.block import BlockCopy
 from engine.kv.format import KVFormat
 
 
@@ -30,6 +31,12 @@ class KVStorage:
     def v(self, layer: int) -> torch.Tensor:
         """The layer's V tiles: [num_blocks, num_kv_heads, block_size, head_dim], a view."""
         return self._tiles(self.format.v_offset(layer))
+
+    def copy(self, copy: BlockCopy) -> None:
+        """Make the copy in all layers, K and V. What the target holds behind those tokens is left alone."""
+        fmt = self.format
+        tiles = self.elements.view(self.num_blocks, 2 * fmt.num_layers * fmt.num_kv_heads, fmt.block_size, fmt.head_dim)
+        tiles[copy.target, :, : copy.num_tokens] = tiles[copy.source, :, : copy.num_tokens]
 
     def _tiles(self, offset: int) -> torch.Tensor:
         fmt = self.format

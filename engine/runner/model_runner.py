@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.attention.backend import AttentionBackend
+from engine.kv.storage import KVStorage
 from engine.model.llama import Model
 from engine.model.rope import RopeTable
 from engine.runner.batch import ForwardBatch, build_batch
@@ -16,12 +17,12 @@ class ModelRunner:
     """The model over the paged cache; see ``Runner``."""
 
     def __init__(
-        self, model: Model, rope: RopeTable, attention: AttentionBackend, block_size: int, device: torch.device
+        self, model: Model, rope: RopeTable, attention: AttentionBackend, storage: KVStorage, device: torch.device
     ) -> None:
         self._model = model
         self._rope = rope
         self._attention = attention
-        self._block_size = block_size
+        self._storage = storage
         self._device = device
 
     @torch.inference_mode()
@@ -34,7 +35,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[ForwardBatch, torch.Tensor]:
-        """The batch, and logits [samples, vocab_size] of the sequences that sample; writes the step's K and V."""
-        batch = build_batch(plan, self._rope, self._block_size, self._device)
+        """The batch, and logits [samples, vocab_size] of the sequences that sample; makes the copies, writes the step's K and V."""
+        for copy in plan.copies:
+            self._storage.copy(copy)
+        batch = build_batch(plan, self._rope, self._storage.format.block_size, self._device)
         self._attention.plan(batch.work)
         return batch, self._model.forward(batch.token_ids, batch.cos, batch.sin, batch.sample_rows)

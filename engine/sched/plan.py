@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.kv.block import BlockCopy
 from engine.request import SamplingParams
 
 
@@ -42,9 +43,13 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Each request once; the tokens are within the budget; no two sequences write to one block."""
+    """One step. Each request once; the tokens are within the budget; no two sequences write to one block.
+
+    ``copies`` are made first, in their order, before any of the sequences' tokens is computed.
+    """
 
     sequences: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.kv.manager import KVCacheManager
+from engine.kv.prefix import PrefixMatch
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
+from engine.sched.inflight import InFlight
 from engine.sched.plan import SampledToken, SampledTokens, SampleSpec, ScheduledSequence, StepPlan
 from engine.sched.waiting import WaitingQueue
 from engine.stats import Admission
@@ -66,6 +68,7 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._waiting = WaitingQueue()
+        self._in_flight = InFlight(manager.block_size, allow_partial=manager.allow_partial)
         self._running: dict[str, Request] = {}
         self._counts = StepCounts()
 
@@ -113,7 +116,7 @@ class Scheduler:
         if self._counts.num_preemptions == num_preemptions:
             self._schedule_waiting(draft)
         sequences = tuple(self._sequence(self._running[request_id], n) for request_id, n in draft.chosen.items())
-        plan = StepPlan(sequences)
+        plan = StepPlan(sequences, copies=self.manager.take_copies())
         self._counts.num_scheduled_tokens += plan.num_tokens
         assert sequences or not self.has_work, "there is work, but no step for it"
         return plan
@@ -151,18 +154,45 @@ class Scheduler:
         self._counts.num_preemptions += 1
 
     def _schedule_waiting(self, draft: _Draft) -> None:
-        while self._waiting and draft.budget > 0 and len(self._running) < self.max_num_seqs:
-            request = self._waiting.peek()
-            match = self.manager.match_prefix(request.namespace, request.token_ids)
-            if not self.manager.can_admit(match, request.num_tokens, self._num_reserved_blocks()):
+        """Admit in the queue's order until one does not fit. Those held back for a running one are passed by, not waited for.
+
+        At most ``max_num_seqs`` are looked at, so that a long queue that can all be held back does not hold up the step.
+        """
+        num_looks = self.max_num_seqs
+        for request in tuple(self._waiting) if self._has_room(draft) else ():
+            if not self._has_room(draft) or num_looks == 0:
                 return
-            self._waiting.popleft()
-            self.manager.admit(request.request_id, request.namespace, match)
-            self._note_admission(request, match.num_tokens)
-            num_tokens = min(request.num_uncomputed_tokens, draft.budget)
-            allocated = self.manager.allocate(request.request_id, request.num_computed_tokens + num_tokens)
-            assert allocated, "can_admit promised these blocks"
-            draft.take(request, num_tokens)
+            if self._in_flight.is_held(request.request_id, self._running):
+                continue
+            num_looks -= 1
+            match = self.manager.match_prefix(request.namespace, request.token_ids, request.num_public_tokens)
+            if self._in_flight.hold_back(request, match, self._running):
+                continue
+            fitting = self._fitting(match, request)
+            if fitting is None:
+                return
+            self._admit(request, fitting, draft)
+
+    def _has_room(self, draft: _Draft) -> bool:
+        return draft.budget > 0 and len(self._running) < self.max_num_seqs
+
+    def _fitting(self, match: PrefixMatch, request: Request) -> PrefixMatch | None:
+        """What the request can start from, if it fits now. The block of a partial match has to stay beside its copy for a step:
+        where there is no room for both, that part is computed."""
+        num_reserved = self._num_reserved_blocks()
+        for candidate in (match, match.without_partial()):
+            if self.manager.can_admit(candidate, request.num_tokens, num_reserved):
+                return candidate
+        return None
+
+    def _admit(self, request: Request, match: PrefixMatch, draft: _Draft) -> None:
+        self._waiting.remove(request.request_id)
+        self.manager.admit(request.request_id, request.namespace, match)
+        self._note_admission(request, match.num_tokens)
+        num_tokens = min(request.num_uncomputed_tokens, draft.budget)
+        allocated = self.manager.allocate(request.request_id, request.num_computed_tokens + num_tokens)
+        assert allocated, "can_admit promised these blocks"
+        draft.take(request, num_tokens)
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that running requests still need for what they know by now, and one more for each to grow into."""
@@ -170,10 +200,14 @@ class Scheduler:
         return sum(missing)
 
     def _note_admission(self, request: Request, num_matched: int) -> None:
+        num_resident = self._in_flight.forget(request.request_id)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_matched
             wait = self._clock() - request.arrival_time
-            self._counts.admissions.append(Admission(request.request_id, request.num_prompt_tokens, num_matched, wait))
+            num_in_flight = max(0, num_matched - num_resident) if num_resident is not None else 0
+            self._counts.admissions.append(
+                Admission(request.request_id, request.num_prompt_tokens, num_matched, wait, num_in_flight)
+            )
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_matched
         self._running[request.request_id] = request
@@ -209,6 +243,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> list[TokenEvent]:
         """Book what the step computed: publish full blocks, append tokens, end what has ended. One event for each sample."""
+        self.manager.finish_step()
         events: list[TokenEvent] = []
         for sequence, token in zip(plan.sequences, sampled.tokens, strict=True):
             request = self._running[sequence.request_id]
@@ -245,5 +280,6 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if self._running.pop(request.request_id, None) is not None:
             self.manager.free(request.request_id)
+        self._in_flight.forget(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.errors import InsufficientMemoryError
+from engine.kv.block import BlockCopy
 from engine.kv.format import ELEMENT_BYTES, KVFormat
 from engine.kv.storage import KVStorage
 
@@ -66,3 +67,17 @@ def test_more_than_the_address_space_is_an_error_with_the_numbers() -> None:
     fmt = small_format()
     with pytest.raises(InsufficientMemoryError, match=f"{fmt.block_bytes} bytes.*lower --kv-cache-memory"):
         KVStorage(fmt, 2**45, CPU)
+
+
+def test_a_copy_takes_the_first_tokens_in_every_layer_and_leaves_the_rest_alone() -> None:
+    fmt = small_format()
+    storage = KVStorage(fmt, 3, CPU)
+    storage.elements[:] = torch.arange(3 * fmt.block_elements).reshape(3, -1)
+    before = storage.elements.clone()
+    storage.copy(BlockCopy(source=2, target=0, num_tokens=3))
+    for layer in range(fmt.num_layers):
+        for offset, tiles in ((fmt.k_offset(layer), storage.k(layer)), (fmt.v_offset(layer), storage.v(layer))):
+            old = before[0, offset : offset + fmt.tile_elements].view(2, 5, 4)
+            assert torch.equal(tiles[0, :, :3], tiles[2, :, :3])
+            assert torch.equal(tiles[0, :, 3:], old[:, 3:])
+    assert torch.equal(storage.elements[1:], before[1:])

@@ -13,6 +13,8 @@ def start(
     match = manager.match_prefix(namespace, tokens)
     manager.admit(request_id, namespace, match)
     assert manager.allocate(request_id, len(tokens))
+    manager.check_integrity()
+    manager.finish_step()
     manager.commit(request_id, tokens, len(tokens) if computed is None else computed)
     manager.check_integrity()
     return match.num_tokens
@@ -22,6 +24,7 @@ def test_a_second_request_shares_the_full_blocks_of_a_common_prefix() -> None:
     manager = KVCacheManager(num_blocks=10, block_size=4)
     assert start(manager, "a", [*range(10)]) == 0
     assert start(manager, "b", [*range(8), 77, 78]) == 8
+    assert manager.take_copies() == ()
     assert manager.block_table("b")[:2] == manager.block_table("a")[:2]
     assert manager.block_table("b")[2] != manager.block_table("a")[2]
     assert manager.num_referenced_blocks == 4, "two shared, and an open one each"
@@ -30,7 +33,7 @@ def test_a_second_request_shares_the_full_blocks_of_a_common_prefix() -> None:
 def test_one_token_is_always_left_to_compute() -> None:
     manager = KVCacheManager(num_blocks=10, block_size=4)
     start(manager, "a", [*range(8)])
-    assert manager.match_prefix(NS, [*range(8)]).num_tokens == 4
+    assert manager.match_prefix(NS, [*range(8)]).num_tokens == 7
     assert manager.match_prefix(NS, [*range(9)]).num_tokens == 8
     assert manager.match_prefix(NS, [0]).num_tokens == 0
 
@@ -38,7 +41,7 @@ def test_one_token_is_always_left_to_compute() -> None:
 def test_only_computed_tokens_are_published() -> None:
     manager = KVCacheManager(num_blocks=10, block_size=4)
     start(manager, "a", [*range(12)], computed=7)
-    assert manager.match_prefix(NS, [*range(12)]).num_tokens == 4
+    assert manager.match_prefix(NS, [*range(12)]).num_tokens == 7
 
 
 def test_namespaces_never_share() -> None:
@@ -53,8 +56,8 @@ def test_freed_blocks_stay_cached_and_are_found_again() -> None:
     start(manager, "a", [*range(10)])
     manager.free("a")
     manager.check_integrity()
-    assert (manager.num_free_blocks, manager.num_cached_blocks, manager.num_referenced_blocks) == (8, 2, 0)
-    assert start(manager, "b", [*range(10)]) == 8
+    assert (manager.num_free_blocks, manager.num_cached_blocks, manager.num_referenced_blocks) == (7, 3, 0)
+    assert start(manager, "b", [*range(10)]) == 9
 
 
 def test_eviction_takes_the_least_recently_used_leaf_first() -> None:

@@ -43,10 +43,10 @@ def test_a_prefix_hit_skips_what_is_cached_and_is_counted_once() -> None:
     core.step()
     core.add(make_request("b", [*range(10), 50], max_tokens=1))
     output = core.step()
-    assert output.admissions[0].num_cached_tokens == 8
-    assert output.events[0].num_cached_tokens == 8
+    assert output.admissions[0].num_cached_tokens == 10
+    assert output.events[0].num_cached_tokens == 10
     assert output.stats.num_prompt_tokens == 11
-    assert runner.num_computed == 10 + 3
+    assert runner.num_computed == 10 + 1
 
 
 def test_the_newest_is_preempted_and_resumes_through_the_prefix_tree() -> None:
