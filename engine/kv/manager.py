@@ -263,7 +263,7 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Assert that tables, pool and tree agree. For tests: walks everything."""
         self._pool.check_integrity()
-        self._tree.check_integrity()
+        nodes = self._tree.check_integrity()
         references: dict[int, int] = {}
         for block in (*(block for table in self._tables.values() for block in table.blocks), *self._copy_sources):
             references[block.block_id] = references.get(block.block_id, 0) + 1
@@ -271,7 +271,6 @@ class KVCacheManager:
             assert block.ref_count == references.get(block.block_id, 0), f"block {block.block_id} leaks references"
         for table in self._tables.values():
             self._check_table(table)
-        nodes = list(self._tree.all_nodes())
         assert sum(len(node.open_blocks) for node in nodes) == len(self._tables), "an open block hangs without a table"
         assert self.num_free_blocks + self.num_cached_blocks + self.num_referenced_blocks == self.num_blocks
         assert sum(node.block is not None for node in nodes) >= self.num_cached_blocks

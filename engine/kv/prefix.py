@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from engine.kv.block import Block, OpenBlock, PrefixNode, Tokens
 from engine.kv.eviction import EvictionPolicy
@@ -24,9 +25,9 @@ class PartialMatch:
 
     @property
     def can_be_taken_over(self) -> bool:
-        """Nobody holds the block and the prompt goes on where it ends: it needs no copy, its new owner fills it further."""
+        """The prompt goes on where the block ends, and nobody writes to it: it needs no copy, its new owner fills it further."""
         node = self.source.node
-        return self.source.ref_count == 0 and node is not None and len(node.tokens) == len(self.tokens)
+        return node is not None and len(node.tokens) == len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +228,19 @@ class PrefixTree:
             stack.extend((node.branches or {}).values())
             yield node
 
-    def check_integrity(self) -> None:
-        count = 0
-        for node in self.all_nodes():
+    def check_integrity(self) -> list[PrefixNode]:
+        """Assert that the tree is sound; returns all nodes, roots and branches too."""
+        nodes = list(self.all_nodes())
+        for node in nodes:
             assert node.sorted_children == sorted(node.children)
-            for key, following in zip(node.sorted_children, node.sorted_children[1:], strict=False):
+            for key, following in pairwise(node.sorted_children):
                 assert following[: len(key)] != key, "a partial node was kept beside one that holds its tokens and more"
             if node.block is None:
                 self._check_top(node)
             else:
-                count += 1
                 self._check_node(node, node.block)
-        assert len(self._policy) <= count
+        assert len(self._policy) <= len(nodes)
+        return nodes
 
     def _check_top(self, node: PrefixNode) -> None:
         assert node.children or node.open_blocks, "a namespace without blocks was kept"
@@ -269,6 +271,8 @@ class PrefixTree:
         if block.ref_count > 0 and above is not None:
             assert above.block is not None
             assert above.block.ref_count > 0, "a referenced block hangs below an unreferenced one"
+        if node.children or node.branches:
+            assert node not in self._policy, f"block {block.block_id} may be evicted from above others"
         assert node.is_evictable == (node in self._policy), f"block {block.block_id}: evictable and policy disagree"
 
 

@@ -82,6 +82,22 @@ def test_where_a_request_ended_another_goes_on_in_the_same_block() -> None:
     assert counts(manager) == (7, 3, 0)
 
 
+def test_a_block_can_be_copied_from_and_taken_over_in_one_step() -> None:
+    manager = KVCacheManager(10, 4)
+    start(manager, "a", [*range(6)])
+    source = manager.block_table("a")[1]
+    stop(manager, "a")
+    for request_id, tokens in (("b", [*range(5), 70]), ("c", [*range(6), 70]), ("d", [*range(6), 71])):
+        manager.admit(request_id, NS, manager.match_prefix(NS, tokens))
+        manager.check_integrity()
+    assert manager.block_table("c")[1] == source
+    targets = [manager.block_table(name)[1] for name in "bd"]
+    assert manager.take_copies() == (BlockCopy(source, targets[0], 1), BlockCopy(source, targets[1], 2))
+    manager.finish_step()
+    stop(manager, "b", "c", "d")
+    assert counts(manager) == (8, 2, 0), "what b and d hold is in the block of c"
+
+
 def test_a_partial_block_is_freed_when_a_sibling_holds_its_tokens_and_more() -> None:
     manager = KVCacheManager(10, 4)
     for request_id in "ab":  # neither sees the other

@@ -95,13 +95,38 @@ def test_when_the_leader_is_gone_the_next_takes_over_where_it_was(is_preempted: 
     assert runner.num_computed == 30 + num_followers + (num_followers + 1), "the prompt once, a token each, and the second ones"
 
 
+def test_a_hold_ends_with_its_leader_and_another_can_follow() -> None:
+    in_flight = InFlight(4, allow_partial=True)
+    leader, other, request = (make_request(name, PROMPT) for name in ("l", "o", "r"))
+    leader.num_computed_tokens = 10
+    assert in_flight.hold_back(request, PrefixMatch((), 10), {"l": leader})
+    assert in_flight.is_held("r", {"l": leader, "o": other})
+    assert not in_flight.is_held("r", {"o": other}), "the leader does not run any more"
+    other.num_computed_tokens = 14
+    assert in_flight.hold_back(request, PrefixMatch((), 14), {"o": other})
+    other.num_computed_tokens = 28
+    assert in_flight.is_held("r", {"o": other})
+    other.num_computed_tokens = 29
+    assert not in_flight.is_held("r", {"o": other}), "all is there that is shared"
+    assert in_flight.forget("r") == 10
+    assert in_flight.forget("r") is None
+
+
+def test_the_leader_that_shares_most_is_waited_for() -> None:
+    in_flight = InFlight(4, allow_partial=True)
+    leaders = {name: make_request(name, [*PROMPT[:length], 1, 2, 3]) for name, length in (("a", 12), ("b", 20), ("c", 16))}
+    assert in_flight.hold_back(make_request("r", PROMPT), PrefixMatch((), 0), leaders)
+    assert in_flight._holds["r"].leader_id == "b"
+    assert not in_flight.hold_back(make_request("s", PROMPT), PrefixMatch((), 17), leaders), "less than a block more"
+
+
 def test_an_aborted_follower_is_forgotten() -> None:
-    scheduler = make_scheduler(budget=10)
+    scheduler = make_scheduler()
     core, _ = make_core(scheduler)
-    run_first, follower = make_request("a", PROMPT), make_request("b", PROMPT)
-    core.add(run_first)
-    core.add(follower)
+    core.add(make_request("a", PROMPT))
+    core.add(make_request("b", PROMPT))
     core.step()
+    assert list(scheduler._in_flight._holds) == ["b"]
     assert core.abort("b") is not None
     assert not scheduler._in_flight._holds
     run(core)
@@ -194,10 +219,14 @@ def test_a_thousand_requests_that_wait_for_one_long_prefix_cost_little() -> None
     prefix = [i % 50_000 for i in range(12_000)]
     for index in range(1000):
         core.add(make_request(str(index), [*prefix, index, 1, 2], max_tokens=2))
-    longest = 0.0
+    core.step()
+    assert manager.num_matches == 1, "the first takes the whole step"
+    longest, num_matches = 0.0, 1
     while core.has_work:
         output = core.step()
         longest = max(longest, output.stats.step_seconds)
+        assert manager.num_matches - num_matches <= 64, "as many as can run at most"
+        num_matches = manager.num_matches
     assert manager.num_matches <= 2 * 1000, "once when it comes, and once when the prefix is there"
     assert longest < 1.0, "a step that looks at 64 long prompts takes some 20 ms"
 

@@ -49,6 +49,16 @@ def test_a_prefix_hit_skips_what_is_cached_and_is_counted_once() -> None:
     assert runner.num_computed == 10 + 1
 
 
+def test_where_source_and_copy_do_not_both_fit_the_part_is_computed() -> None:
+    core, runner = make_core(make_scheduler(num_blocks=3, block_size=2))
+    for name, prompt in (("a", [1, 2, 3, 4]), ("b", [1, 2, 3, 9, 9])):
+        core.add(make_request(name, prompt, max_tokens=1))
+        output = core.step()
+        assert [event.token_id for event in output.events] == expected_tokens(prompt, 1)
+    assert output.admissions[0].num_cached_tokens == 2
+    assert runner.num_copies == 0
+
+
 def test_the_newest_is_preempted_and_resumes_through_the_prefix_tree() -> None:
     scheduler = make_scheduler(num_blocks=8, block_size=2)
     core, _ = make_core(scheduler)
