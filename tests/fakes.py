@@ -98,7 +98,7 @@ class FakeEngine:
         self.info = self.info or fake_info()
         self.status = FakeStatus.READY
 
-    async def stop(self) -> None:
+    async def stop(self, flush_seconds: float = 0.0) -> None:
         self.status = FakeStatus.STOPPED
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
