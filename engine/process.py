@@ -20,7 +20,6 @@ from engine.core import EngineCore
 from engine.messages import Abort, Add, Failed, FromEngine, Outputs, Progress, Ready, Stop, ToEngine, decoder_to_engine, encode
 from engine.request import Request, TokenEvent
 
-
 _DISK_POLL_SECONDS = 0.002  # how soon a request goes on that waited for the disk
 
 

@@ -45,6 +45,15 @@ class Tiers:
     disk: DiskCache | None
     notes: tuple[str, ...]
 
+    @property
+    def host_bytes(self) -> int:
+        return self.buffer.bytes.nbytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the files may take."""
+        return self.cache.disk.max_bytes
+
     def close(self, nodes: Iterable[PrefixNode], seconds: float, clock: Callable[[], float] = time.monotonic) -> FlushResult:
         """Write what is worth it to the disk, for that long at most, and let go of the folder. ``nodes``: the device's full blocks."""
         if self.disk is None:

@@ -79,7 +79,9 @@ def serve_command(
     ] = _CACHE.fraction,
     host_cache: Annotated[
         str | None,
-        typer.Option(envvar="OCTAVO_HOST_CACHE", help="Keep evicted blocks in this much host memory: 4GiB, 512MiB; off if left out."),
+        typer.Option(
+            envvar="OCTAVO_HOST_CACHE", help="Keep evicted blocks in this much host memory: 4GiB, 512MiB; off if left out."
+        ),
     ] = None,
     disk_cache: Annotated[
         str | None,

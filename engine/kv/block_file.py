@@ -1,6 +1,6 @@
 """A folder of blocks, one file each: written whole or not at all, verified on reading, shared by servers without harm.
 
-    DIR/<model>/<digest>-<parent>.kv     header, then the block's bytes as they lie in the pool
+    DIR/<model>/<digest>-<above>.kv     header, then the block's bytes as they lie in the pool
     DIR/writer-<id>.lock                 held by a living server for as long as it runs
     DIR/writer-<id>-<n>.tmp              a file in the making; a later start removes it once its writer's lock is free
 
@@ -101,7 +101,7 @@ class BlockFolder:
         return self._fingerprint[:8]
 
     def path(self, key: BlockKey) -> Path:
-        return self.root / key.model.hex() / f"{key.digest.hex()}-{key.parent.hex()}.kv"
+        return self.root / key.model.hex() / f"{key.digest.hex()}-{key.above.hex()}.kv"
 
     def write(self, key: BlockKey, payload: memoryview) -> StoredBlock:
         """Store a block of this model. The file appears whole, or the OSError says why not and nothing is left behind.

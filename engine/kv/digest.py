@@ -33,8 +33,15 @@ class Digester:
         assert len(fingerprint) == DIGEST_BYTES
         self.fingerprint = fingerprint
 
-    def of_root(self, namespace: Namespace) -> bytes:
-        return root_digest(self.fingerprint, namespace)
+    def of_root(self, namespace: Namespace, above: bytes = b"") -> bytes:
+        return root_digest(self.fingerprint, namespace, above)
+
+    def above(self, node: PrefixNode) -> bytes:
+        """The digest of the block before, whoever's it is; of the root for the first block."""
+        parent = node.parent
+        assert parent is not None
+        is_branch = parent.namespace is not None and parent.parent is not None
+        return self.of(parent.parent if is_branch and parent.parent is not None else parent)
 
     def of(self, node: PrefixNode) -> bytes:
         """The node's digest. Not recursive: a long prompt is thousands of nodes deep."""

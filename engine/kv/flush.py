@@ -73,14 +73,13 @@ class Flush:
         """What is not on the disk yet: of two blocks the more recently used one first, and a block before those that continue it."""
         seen: set[bytes] = set()
         for node in sorted(nodes, key=lambda node: (-node.last_used, node.depth)):
-            assert node.parent is not None
             assert node.block is not None
             digest, block_id = self._digester.of(node), node.block.block_id
             seen.add(digest)
             if self._tiers.disk.find(digest) is None:
-                key = BlockKey(self._folder.model, digest, self._digester.of(node.parent)[:8])
+                key = BlockKey(self._folder.model, digest, self._digester.above(node)[:8])
                 yield _Item(key, lambda block_id=block_id: self._read_block(block_id))  # type: ignore[misc]
         for entry in self._tiers.unwritten:
             if entry.digest not in seen and entry.is_ready and not entry.is_orphan:
-                key = BlockKey(self._folder.model, entry.digest, entry.parent[:8])
+                key = BlockKey(self._folder.model, entry.digest, entry.above[:8])
                 yield _Item(key, lambda slot=entry.slot: self._rows[slot])  # type: ignore[misc]

@@ -19,7 +19,7 @@ class HostBuffer:
     """
 
     def __init__(self, storage: KVStorage, num_slots: int) -> None:
-        self._storage = storage
+        self.storage = storage
         self._is_cuda = storage.bytes.is_cuda
         shape = (num_slots, storage.format.block_bytes)
         try:
@@ -36,12 +36,12 @@ class HostBuffer:
     def move(self, stores: Sequence[BlockStore], loads: Sequence[BlockLoad]) -> None:
         """Make the copies, stores first. They are complete when this returns: another thread may read the slots then."""
         for store in stores:
-            self.bytes[store.host_slot].copy_(self._storage.bytes[store.block_id], non_blocking=True)
+            self.bytes[store.host_slot].copy_(self.storage.bytes[store.block_id], non_blocking=True)
         for load in loads:
-            self._storage.bytes[load.block_id].copy_(self.bytes[load.host_slot], non_blocking=True)
+            self.storage.bytes[load.block_id].copy_(self.bytes[load.host_slot], non_blocking=True)
         if self._is_cuda and (stores or loads):
             torch.cuda.current_stream().synchronize()
 
     def read_block(self, block_id: int) -> memoryview:
         """A device block's bytes as they are now: on a CPU a view, else a copy."""
-        return memoryview(self._storage.bytes[block_id].cpu().numpy())
+        return memoryview(self.storage.bytes[block_id].cpu().numpy())

@@ -8,38 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from engine.kv.block import PrefixNode, Tokens
 from engine.kv.digest import Digester, child_digest
 from engine.kv.disk_worker import DeleteDone, DiskIO, Done, ReadDone, ScanDone, WriteDone
 from engine.kv.moves import BlockLoad, BlockStore
-from engine.kv.tiers import BlockKey, DiskTier, HostEntry, HostTier
+from engine.kv.prefix import public_namespace
+from engine.kv.tiers import BlockKey, DiskTier, HostEntry, HostTier, Tier, TierHit
 from engine.request import Namespace
 
 _PREFIX_BYTES = 8  # of digests where they only have to be told apart, such as in file names
 _MAX_WRITES = 8  # under way at a time; each keeps a host slot
-
-
-class Tier(Enum):
-    """Where a block was found below the device."""
-
-    HOST = "host"
-    DISK = "disk"
-
-
-@dataclass(frozen=True, slots=True)
-class TierHit:
-    """A full block of a prompt that lies in a tier. A finding only: nothing is held by it.
-
-    ``is_ready``: in host memory, can be loaded in the coming step; otherwise it has to be, or is being, read from the disk.
-    """
-
-    digest: bytes
-    parent: bytes
-    tokens: Tokens
-    tier: Tier
-    is_ready: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -100,44 +79,52 @@ class TierCache:
         return tuple(reversed([*self._writing.values(), *self._unwritten.values()]))
 
     def match(
-        self, namespace: Namespace, node: PrefixNode | None, token_ids: Sequence[int], start: int, block_size: int
+        self,
+        namespace: Namespace,
+        nodes: Sequence[PrefixNode],
+        token_ids: Sequence[int],
+        num_public_blocks: int,
+        block_size: int,
     ) -> tuple[TierHit, ...]:
-        """Which full blocks follow in the tiers, from token ``start`` on, below ``node`` (None: the namespace's root).
+        """Which full blocks of the prompt follow in the tiers on ``nodes``, the full blocks that the device has.
 
-        As everywhere, one token at least is left to compute.
+        The first ``num_public_blocks`` belong to no salt. As everywhere, one token at least is left to compute.
         """
         if not self.host.num_slots:
             return ()
         hits: list[TierHit] = []
-        parent = self._digester.of(node) if node is not None else self._digester.of_root(namespace)
-        for first in range(start, (len(token_ids) - 1) // block_size * block_size, block_size):
-            tokens = tuple(token_ids[first : first + block_size])
-            digest = child_digest(parent, tokens)
-            hit = self._hit(digest, parent, tokens)
+        top = public_namespace(namespace) if num_public_blocks else namespace
+        above = self._digester.of(nodes[-1]) if nodes else self._digester.of_root(top)
+        for index in range(len(nodes), (len(token_ids) - 1) // block_size):
+            is_branch = index == num_public_blocks and index > 0
+            parent = self._digester.of_root(namespace, above) if is_branch else above
+            tokens = tuple(token_ids[index * block_size : (index + 1) * block_size])
+            hit = self._hit(child_digest(parent, tokens), above, tokens)
             if hit is None:
                 break
             hits.append(hit)
-            parent = digest
+            above = hit.digest
         return tuple(hits)
 
-    def _hit(self, digest: bytes, parent: bytes, tokens: Tokens) -> TierHit | None:
+    def _hit(self, digest: bytes, above: bytes, tokens: Tokens) -> TierHit | None:
         entry = self.host.find(digest)
         if entry is not None:
             tier = Tier.DISK if entry.is_from_disk else Tier.HOST
-            return TierHit(digest, parent, tokens, tier, entry.is_ready)
+            return TierHit(digest, above, tokens, tier, entry.is_ready)
         if self.disk.find(digest) is not None:
-            return TierHit(digest, parent, tokens, Tier.DISK, is_ready=False)
+            return TierHit(digest, above, tokens, Tier.DISK, is_ready=False)
         return None
 
-    def offload(self, node: PrefixNode, block_id: int) -> None:
+    def offload(self, node: PrefixNode) -> None:
         """The device is about to forget the node's full block: keep it in host memory, if there is a slot to be had.
 
         To be called while the node still hangs in the tree, and for no block that was loaded in this very step.
         """
         if not self.host.num_slots:
             return
+        assert node.block is not None
+        block_id = node.block.block_id
         assert all(load.block_id != block_id for load, _ in self._step.loads), "a block was evicted before it was loaded"
-        assert node.parent is not None
         digest = self._digester.of(node)
         known = self.host.find(digest)
         if known is not None:
@@ -145,7 +132,7 @@ class TierCache:
             return
         if not self._make_room():
             return
-        entry = self.host.add(digest, self._digester.of(node.parent))
+        entry = self.host.add(digest, self._digester.above(node))
         self._step.stores[entry.slot] = (BlockStore(block_id, entry.slot), entry)
 
     def _make_room(self) -> bool:
@@ -208,7 +195,7 @@ class TierCache:
             self._io.write(self._key(entry), entry.slot)
 
     def _key(self, entry: HostEntry) -> BlockKey:
-        return BlockKey(self._io.model, entry.digest, entry.parent[:_PREFIX_BYTES])
+        return BlockKey(self._io.model, entry.digest, entry.above[:_PREFIX_BYTES])
 
     def promote(self, hits: Sequence[TierHit]) -> Promotion:
         """Start reading the hits' disk blocks into host memory, as far as slots can be had; the rest stays where it is."""
@@ -230,7 +217,7 @@ class TierCache:
         key = self.disk.find(hit.digest)
         if key is None or key.digest in self._reading or not self._make_room():
             return None
-        entry = self.host.add(hit.digest, hit.parent, is_ready=False)
+        entry = self.host.add(hit.digest, hit.above, is_ready=False)
         entry.is_from_disk = True
         self.host.pin(entry)  # for the promotion
         self.host.pin(entry)  # for the read
@@ -296,9 +283,9 @@ class TierCache:
         """Forget the block and all that continue it, in host memory and on the disk. Between steps only."""
         below: dict[bytes, set[bytes]] = {}
         for entry in self.host:
-            below.setdefault(entry.parent[:_PREFIX_BYTES], set()).add(entry.digest)
+            below.setdefault(entry.above[:_PREFIX_BYTES], set()).add(entry.digest)
         for block in self.disk:
-            below.setdefault(block.key.parent, set()).add(block.key.digest)
+            below.setdefault(block.key.above, set()).add(block.key.digest)
         doomed, stack = {digest}, [digest]
         while stack:
             for child in below.get(stack.pop()[:_PREFIX_BYTES], ()):

@@ -9,7 +9,31 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
+
+from engine.kv.block import Tokens
+
+
+class Tier(Enum):
+    """Where a block was found below the device."""
+
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class TierHit:
+    """A full block of a prompt that lies in a tier. A finding only: nothing is held by it.
+
+    ``above`` is the digest of the block before it, or of the root. ``is_ready``: in host memory, can be loaded in the coming step; otherwise it has to be, or is being, read from the disk.
+    """
+
+    digest: bytes
+    above: bytes
+    tokens: Tokens
+    tier: Tier
+    is_ready: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +46,7 @@ class HostEntry:
     """
 
     digest: bytes
-    parent: bytes
+    above: bytes
     slot: int
     is_ready: bool = True
     is_from_disk: bool = False
@@ -54,10 +78,10 @@ class HostTier:
     def find(self, digest: bytes) -> HostEntry | None:
         return self._entries.get(digest)
 
-    def add(self, digest: bytes, parent: bytes, *, is_ready: bool = True) -> HostEntry:
+    def add(self, digest: bytes, above: bytes, *, is_ready: bool = True) -> HostEntry:
         """Give the digest a free slot; there must be one. The entry is the most recently used one."""
         assert digest not in self._entries, "a block has two host slots"
-        entry = HostEntry(digest, parent, self._free.pop(), is_ready)
+        entry = HostEntry(digest, above, self._free.pop(), is_ready)
         self._entries[digest] = entry
         self._idle[digest] = entry
         return entry
@@ -114,11 +138,11 @@ class HostTier:
 
 
 class BlockKey(NamedTuple):
-    """Which file holds a block. ``model`` and ``parent`` are the first 8 bytes of the fingerprint and of the parent's digest."""
+    """Which file holds a block. ``model`` and ``above``: the first 8 bytes of the fingerprint and of the digest of the block before."""
 
     model: bytes
     digest: bytes
-    parent: bytes
+    above: bytes
 
 
 class StoredBlock(NamedTuple):

@@ -1,84 +1,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.kv.block import PrefixNode
+from engine.kv.block import Block, PrefixNode
 from engine.kv.digest import Digester
-from engine.kv.disk_worker import DeleteDone, Done, ReadDone, ScanDone, WriteDone
 from engine.kv.tier_cache import Promotion, Tier, TierCache, TierHit
-from engine.kv.tiers import BlockKey, DiskTier, HostTier, StoredBlock
+from engine.kv.tiers import DiskTier, HostTier
 from engine.request import Namespace
+from tests.fake_disk import FILE, FakeDisk
 
 SIZE = 2
-FILE = 10  # bytes, in these tests
-
-
-class FakeDisk:
-    """A DiskIO over a dictionary: what a host slot holds goes to "files" and back, when the test says so. Files may be spoilt."""
-
-    def __init__(self, slots: list[object]) -> None:
-        self.slots = slots
-        self.files: dict[BlockKey, object] = {}
-        self.jobs: list[tuple[str, BlockKey, int | None]] = []
-        self.done: list[Done] = []
-        self.is_full = False
-        self.num_writes = 0
-
-    @property
-    def model(self) -> bytes:
-        return b"m" * 8
-
-    def read(self, key: BlockKey, slot: int) -> None:
-        self.jobs.append(("read", key, slot))
-
-    def write(self, key: BlockKey, slot: int) -> None:
-        self.jobs.append(("write", key, slot))
-
-    def delete(self, key: BlockKey) -> None:
-        self.jobs.append(("delete", key, None))
-
-    def poll(self) -> Sequence[Done]:
-        done, self.done = self.done, []
-        return done
-
-    def wait(self, seconds: float) -> None:
-        self.work(len(self.jobs))
-
-    def work(self, count: int) -> None:
-        for _ in range(min(count, len(self.jobs))):
-            kind, key, slot = self.jobs.pop(0)
-            if kind == "delete":
-                self.files.pop(key, None)
-                self.done.append(DeleteDone(key))
-            elif kind == "read":
-                assert slot is not None
-                self.slots[slot] = self.files.get(key, "nothing")
-                ok = self.slots[slot] not in ("nothing", "damaged")
-                if not ok:
-                    self.files.pop(key, None)
-                self.done.append(ReadDone(key, slot, ok))
-            else:
-                assert slot is not None
-                self.num_writes += 1
-                if not self.is_full:
-                    self.files[key] = self.slots[slot]
-                self.done.append(WriteDone(key, slot, None if self.is_full else StoredBlock(key, FILE)))
-
-    def scan(self) -> None:
-        self.done.append(ScanDone(tuple(StoredBlock(key, FILE) for key in self.files)))
 
 
 class Bench:
     """A device of named contents, a tier cache and its disk. A block's content is the tokens up to its end, and its namespace."""
 
     def __init__(self, num_slots: int, max_files: int) -> None:
-        self.slots: list[object] = ["empty"] * num_slots
+        self.slots: dict[int, object] = dict.fromkeys(range(num_slots), "empty")
         self.io = FakeDisk(self.slots)
         self.tiers = TierCache(Digester(b"p" * 32), HostTier(num_slots), DiskTier(max_files * FILE), self.io)
         self.device: dict[int, object] = {}
@@ -94,10 +37,14 @@ class Bench:
         """The device forgets the block that ends with these tokens, and its place gets new content in the same step."""
         block_id = self.num_blocks = self.num_blocks + 1
         self.device[block_id] = (namespace, tokens)
-        self.tiers.offload(self.node(namespace, tokens), block_id)
+        node = self.node(namespace, tokens)
+        node.block = Block(block_id)
+        self.tiers.offload(node)
 
-    def match(self, namespace: Namespace, prompt: tuple[int, ...]) -> tuple[TierHit, ...]:
-        return self.tiers.match(namespace, None, prompt, 0, SIZE)
+    def match(self, namespace: Namespace, prompt: tuple[int, ...], num_on_device: int = 0) -> tuple[TierHit, ...]:
+        """Of a prompt whose first tokens the device has."""
+        path = [self.node(namespace, prompt[:end]) for end in range(SIZE, num_on_device + 1, SIZE)]
+        return self.tiers.match(namespace, path, prompt, 0, SIZE)
 
     def load(self, namespace: Namespace, prompt: tuple[int, ...]) -> list[int]:
         """Load what can be loaded; returns the blocks, to be looked into after the step."""
@@ -191,13 +138,13 @@ def test_a_full_host_tier_moves_on_to_the_disk_and_a_promotion_brings_it_back() 
     assert not promotion.is_done
     bench.settle()
     assert promotion.is_done
-    hits = bench.tiers.match(NS, bench.node(NS, prompt[:4]), prompt, 4, SIZE)
+    hits = bench.match(NS, prompt, 4)
     assert [(hit.tier, hit.is_ready) for hit in hits] == [(Tier.DISK, True)], "whoever loads it hits the disk"
     (entry,) = bench.tiers.reserve(hits)
     bench.tiers.load(entry, 99)
     bench.run_step()
     assert bench.device[99] == (NS, prompt[:6])
-    assert bench.tiers.match(NS, bench.node(NS, prompt[:4]), prompt, 4, SIZE)[0].tier is Tier.HOST, "from then on, the host"
+    assert bench.match(NS, prompt, 4)[0].tier is Tier.HOST, "from then on, the host"
 
 
 def test_a_promotion_takes_what_fits_and_holds_the_chain_above_meanwhile() -> None:
