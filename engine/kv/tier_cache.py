@@ -78,6 +78,10 @@ class TierCache:
             return ()
         return tuple(reversed([*self._writing.values(), *self._unwritten.values()]))
 
+    def digest(self, node: PrefixNode) -> bytes:
+        """What ``drop`` knows the node's block by."""
+        return self._digester.of(node)
+
     def match(
         self,
         namespace: Namespace,
