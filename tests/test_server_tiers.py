@@ -69,7 +69,7 @@ def test_a_server_that_was_killed_at_work_starts_again_on_the_same_folder(folder
         assert ask(server)[0] == text
         assert [*tmp_path.glob("*.tmp")] == []
         assert len([*tmp_path.glob("*.lock")]) == 1
-        assert "disk cache" not in server.stderr, "nothing to complain of"
+        assert "WARNING" not in server.stderr, "there is nothing to complain of"
 
 
 def test_two_servers_on_one_folder(folder: Path, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ class BlockFolder:
         self._num_written = 0
         self._model = root / self.model.hex()
         self._model.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock: int | None
         self._writer, self._lock = _take_lock(root)
         _remove_stale(root)
 

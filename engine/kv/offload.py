@@ -31,7 +31,7 @@ class HostBuffer:
 
     def rows(self) -> list[memoryview]:
         """The bytes of each slot, writable, without a copy."""
-        return [memoryview(row) for row in self.bytes.numpy()]
+        return [row.data for row in self.bytes.numpy()]
 
     def move(self, stores: Sequence[BlockStore], loads: Sequence[BlockLoad]) -> None:
         """Make the copies, stores first. They are complete when this returns: another thread may read the slots then."""
@@ -44,4 +44,4 @@ class HostBuffer:
 
     def read_block(self, block_id: int) -> memoryview:
         """A device block's bytes as they are now: on a CPU a view, else a copy."""
-        return memoryview(self.storage.bytes[block_id].cpu().numpy())
+        return self.storage.bytes[block_id].cpu().numpy().data
