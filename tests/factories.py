@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.core import EngineCore
 from engine.kv.block import Block, BlockCopy
@@ -62,7 +62,13 @@ def make_manager(num_blocks: int, block_size: int, **options: object) -> KVCache
 
 
 def make_scheduler(
-    *, num_blocks: int = 40, block_size: int = 4, max_num_seqs: int = 8, budget: int = 32, **options: object
+    *,
+    num_blocks: int = 40,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    clock: Callable[[], float] = lambda: 0.0,
+    **options: object,
 ) -> Scheduler:
     """``options`` are the manager's."""
     return Scheduler(
@@ -70,7 +76,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         eos_token_ids=(EOS,),
-        clock=lambda: 0.0,
+        clock=clock,
     )
 
 

@@ -71,7 +71,7 @@ class Scheduler:
         self._clock = clock
         self._waiting = WaitingQueue()
         self._in_flight = InFlight(manager.block_size, allow_partial=manager.allow_partial)
-        self._promotions = Promotions(manager.tiers)
+        self._promotions = Promotions(manager.tiers, clock)
         self._running: dict[str, Request] = {}
         self._counts = StepCounts()
 
@@ -123,7 +123,7 @@ class Scheduler:
         tiers = self.manager.tiers
         plan = StepPlan(sequences, copies=self.manager.take_copies(), stores=tiers.stores, loads=tiers.loads)
         self._counts.num_scheduled_tokens += plan.num_tokens
-        assert sequences or self._waits_for_disk(), "there is work, but no step for it"
+        assert sequences or not self.has_work or self._waits_for_disk(), "there is work, but no step for it"
         return plan
 
     def _waits_for_disk(self) -> bool:
@@ -167,6 +167,7 @@ class Scheduler:
 
         At most ``max_num_seqs`` are looked at, so that a long queue that can all be held back does not hold up the step.
         """
+        self._promotions.give_up_overdue()
         num_looks = self.max_num_seqs
         for request in tuple(self._waiting) if self._has_room(draft) else ():
             if not self._has_room(draft) or num_looks == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from engine.core import EngineCore, StepOutput
 from engine.kv.digest import Digester
 from engine.kv.tier_cache import TierCache
 from engine.kv.tiers import DiskTier, HostTier
+from engine.sched.promotion import PATIENCE_SECONDS
 from engine.stats import Admission
 from tests.factories import RecordingRunner, expected_tokens, make_request, make_scheduler
 from tests.fake_disk import FILE, FakeDisk
@@ -62,11 +64,13 @@ class Setup:
         return self.admissions[request_id]
 
 
-def make_setup(*, num_blocks: int, num_slots: int, max_files: int, budget: int = 32) -> Setup:
+def make_setup(
+    *, num_blocks: int, num_slots: int, max_files: int, budget: int = 32, clock: Callable[[], float] = lambda: 0.0
+) -> Setup:
     host: dict[int, list[tuple[int, int] | None]] = {}
     disk = FakeDisk(host)
     tiers = TierCache(Digester(b"p" * 32), HostTier(num_slots), DiskTier(max_files * FILE), disk)
-    scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, budget=budget, tiers=tiers)
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, budget=budget, clock=clock, tiers=tiers)
     runner = RecordingRunner(BLOCK, scheduler.manager._pool)  # type: ignore[arg-type]
     runner.host = host
     core = EngineCore(scheduler, runner, block_bytes=64, clock=lambda: 0.0)
@@ -146,6 +150,25 @@ def test_an_aborted_request_leaves_no_wait_behind() -> None:
     assert not setup.core.has_work
     setup.settle()
     assert sources(setup.ask("d", prompt_of(1, 21))) == (0, 0, 20), "what was read for it is there"
+
+
+def test_a_disk_that_hangs_is_not_waited_for_for_ever() -> None:
+    now = 0.0
+    setup = make_setup(num_blocks=8, num_slots=5, max_files=50, clock=lambda: now)
+    setup.ask("a", prompt_of(1, 21))
+    setup.ask("b", prompt_of(2, 27))
+    setup.ask("b2", prompt_of(3, 27))
+    setup.core.add(make_request("c", prompt_of(1, 21)))
+    assert not setup.step().has_run
+    setup.disk.work(2)  # and no more
+    now = PATIENCE_SECONDS - 1
+    assert not setup.step().has_run
+    now = PATIENCE_SECONDS + 1
+    while "c" not in setup.ended:
+        assert setup.step().has_run
+    assert sources(setup.admissions["c"]) == (0, 0, 8), "what has come is used"
+    assert setup.tokens["c"] == expected_tokens(prompt_of(1, 21), 4)
+    setup.settle()
 
 
 def test_another_salt_never_hits_a_tier() -> None:
