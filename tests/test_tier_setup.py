@@ -105,6 +105,16 @@ def test_a_restart_finds_what_the_device_had_at_the_stop(folder: Path, tmp_path:
     assert [*tmp_path.glob("*.tmp"), *tmp_path.glob("*.lock")] == []
 
 
+def test_of_a_folder_that_is_too_full_the_beginnings_of_prompts_are_kept(folder: Path, tmp_path: Path) -> None:
+    llm = make_llm(folder, disk=tmp_path)
+    ask(llm)
+    llm.close()
+    for num_files in (5, 3):  # as the stop left them, then as the next engine used them
+        llm = make_llm(folder, disk=tmp_path, disk_bytes=num_files * (BLOCK_BYTES + HEADER_BYTES))
+        assert ask(llm).num_cached_tokens == num_files * BLOCK
+        llm.close(flush_seconds=0.0)
+
+
 def test_no_time_no_flush(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     llm = make_llm(folder, disk=tmp_path)
     ask(llm)

@@ -16,11 +16,12 @@ import hashlib
 import os
 import re
 import struct
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from engine.kv.tiers import BlockKey, StoredBlock
+from engine.kv.tiers import PREFIX_BYTES, BlockKey, StoredBlock
 
 MAGIC = b"OCTAVOKV"
 VERSION = 1
@@ -99,7 +100,7 @@ class BlockFolder:
     @property
     def model(self) -> bytes:
         """The part of a key that says whose blocks these are."""
-        return self._fingerprint[:8]
+        return self._fingerprint[:PREFIX_BYTES]
 
     def path(self, key: BlockKey) -> Path:
         return self.root / key.model.hex() / f"{key.digest.hex()}-{key.above.hex()}.kv"
@@ -117,6 +118,7 @@ class BlockFolder:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 self._write_all(fd, [header, payload])
+                _stamp(fd, time.time_ns())
             finally:
                 os.close(fd)
             os.rename(temporary, self.path(key))
@@ -126,7 +128,7 @@ class BlockFolder:
         return StoredBlock(key, HEADER_BYTES + payload.nbytes)
 
     def read_into(self, key: BlockKey, target: memoryview) -> None:
-        """Fill ``target`` with the block, and note the use in the file's time stamp.
+        """Fill ``target`` with the block.
 
         Raises:
             UnusableFileError: it is gone, unreadable or not what it should be; what is in ``target`` then must not be used.
@@ -137,14 +139,18 @@ class BlockFolder:
             try:
                 header = _read_exactly(fd, target)
                 check_file(header, self._fingerprint, key.digest, target)
-                with contextlib.suppress(PermissionError):  # another user's file may be read, but not marked as used
-                    os.utime(fd)
             finally:
                 os.close(fd)
         except FileNotFoundError:
             raise UnusableFileError("the file is gone", is_gone=True) from None
         except OSError as error:
             raise UnusableFileError(f"cannot be read: {error.strerror or error}") from error
+
+    def mark_used(self, keys: Iterable[BlockKey]) -> None:
+        """Note in the files' time stamps that they were used now, the last one last: the order that ``scan`` finds."""
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # deleted by another server, or another user's
+                _stamp(self.path(key), time.time_ns())
 
     def delete(self, key: BlockKey) -> None:
         """Remove the file, if it is still there."""
@@ -162,6 +168,11 @@ class BlockFolder:
             (self.root / f"{self._writer}.lock").unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
+
+
+def _stamp(file: int | Path, time_ns: int) -> None:
+    """Set the time of use. The kernel's own stamps are milliseconds apart: too coarse to keep an order."""
+    os.utime(file, ns=(time_ns, time_ns))
 
 
 def _read_exactly(fd: int, target: memoryview) -> bytes:

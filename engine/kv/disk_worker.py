@@ -90,6 +90,7 @@ class DiskWorker:
         self._reads: deque[tuple[BlockKey, int]] = deque()
         self._deletes: deque[BlockKey] = deque()
         self._writes: deque[tuple[BlockKey, int]] = deque()
+        self._used: list[BlockKey] = []  # the thread's own: read, but not marked as used yet
         self._done: list[Done] = []
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -157,12 +158,14 @@ class DiskWorker:
     def _next_job(self) -> Callable[[], list[Done]] | None:
         """Wait for work, and take the most urgent piece: a request waits for a read, a bound for a delete, nobody for a write."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or self._reads or self._deletes or self._writes)
+            self._changed.wait_for(lambda: self._is_closing or self._reads or self._used or self._deletes or self._writes)
             if self._is_closing:
                 return None
             if self._reads:
                 key, slot = self._reads.popleft()
                 return lambda: [self._read(key, slot)]
+            if self._used:
+                return self._mark_used
             if self._deletes:
                 deleted = self._deletes.popleft()
                 return lambda: [self._delete(deleted)]
@@ -177,7 +180,17 @@ class DiskWorker:
             if not error.is_gone:
                 self._delete(key)
             return ReadDone(key, slot, ok=False)
+        self._used.append(key)
         return ReadDone(key, slot, ok=True)
+
+    def _mark_used(self) -> list[Done]:
+        """A chain is read from its beginning; the beginning is what must be deleted last."""
+        used, self._used = self._used, []
+        try:
+            self._folder.mark_used(reversed(used))
+        except OSError as error:
+            logger.warning("disk cache: cannot mark files in %s as used: %s", self._folder.root, error.strerror or error)
+        return []
 
     def _write(self, key: BlockKey, slot: int) -> WriteDone:
         if self._paused_until is not None and self._clock() < self._paused_until:

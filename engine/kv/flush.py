@@ -53,7 +53,7 @@ class Flush:
         """Write the full blocks of ``nodes`` and the host blocks that are not on the disk yet. Never raises for the disk's sake."""
         items = list(self._items(nodes))
         budget = self._tiers.disk.max_bytes
-        num_written = 0
+        written: list[BlockKey] = []
         for item in items:
             payload = item.payload()
             budget -= HEADER_BYTES + payload.nbytes
@@ -66,8 +66,9 @@ class Flush:
             except OSError as error:
                 logger.warning("disk cache: cannot store in %s (%s)", self._folder.root, error.strerror or error)
                 break
-            num_written += 1
-        return FlushResult(num_written, len(items) - num_written)
+            written.append(item.key)
+        self._folder.mark_used(reversed(written))  # what came first is to be deleted last
+        return FlushResult(len(written), len(items) - len(written))
 
     def _items(self, nodes: Iterable[PrefixNode]) -> Iterator[_Item]:
         """What is not on the disk yet: of two blocks the more recently used one first, and a block before those that continue it."""
@@ -77,9 +78,9 @@ class Flush:
             digest, block_id = self._digester.of(node), node.block.block_id
             seen.add(digest)
             if self._tiers.disk.find(digest) is None:
-                key = BlockKey(self._folder.model, digest, self._digester.above(node)[:8])
+                key = BlockKey.of(self._folder.model, digest, self._digester.above(node))
                 yield _Item(key, lambda block_id=block_id: self._read_block(block_id))  # type: ignore[misc]
         for entry in self._tiers.unwritten:
-            if entry.digest not in seen and entry.is_ready and not entry.is_orphan:
-                key = BlockKey(self._folder.model, entry.digest, entry.above[:8])
+            if entry.digest not in seen:
+                key = BlockKey.of(self._folder.model, entry.digest, entry.above)
                 yield _Item(key, lambda slot=entry.slot: self._rows[slot])  # type: ignore[misc]

@@ -14,10 +14,9 @@ from engine.kv.digest import Digester, child_digest
 from engine.kv.disk_worker import DeleteDone, DiskIO, Done, ReadDone, ScanDone, WriteDone
 from engine.kv.moves import BlockLoad, BlockStore
 from engine.kv.prefix import public_namespace
-from engine.kv.tiers import BlockKey, DiskTier, HostEntry, HostTier, Tier, TierHit
+from engine.kv.tiers import PREFIX_BYTES, BlockKey, DiskTier, HostEntry, HostTier, Tier, TierHit
 from engine.request import Namespace
 
-_PREFIX_BYTES = 8  # of digests where they only have to be told apart, such as in file names
 _MAX_WRITES = 8  # under way at a time; each keeps a host slot
 
 
@@ -72,11 +71,9 @@ class TierCache:
         return bool(self._unwritten or self._writing or self._reading or self._deleting)
 
     @property
-    def unwritten(self) -> tuple[HostEntry, ...]:
-        """Host blocks that are not on the disk, the most recently stored first."""
-        if not self.disk.max_bytes:
-            return ()
-        return tuple(reversed([*self._writing.values(), *self._unwritten.values()]))
+    def unwritten(self) -> list[HostEntry]:
+        """Host blocks that are not on the disk, the most recently used first."""
+        return [entry for entry in self.host.by_use() if entry.is_ready and self.disk.find(entry.digest) is None]
 
     def digest(self, node: PrefixNode) -> bytes:
         """What ``drop`` knows the node's block by."""
@@ -133,6 +130,7 @@ class TierCache:
         known = self.host.find(digest)
         if known is not None:
             self.host.touch(known)
+            self.disk.touch(digest)
             return
         if not self._make_room():
             return
@@ -199,7 +197,7 @@ class TierCache:
             self._io.write(self._key(entry), entry.slot)
 
     def _key(self, entry: HostEntry) -> BlockKey:
-        return BlockKey(self._io.model, entry.digest, entry.above[:_PREFIX_BYTES])
+        return BlockKey.of(self._io.model, entry.digest, entry.above)
 
     def promote(self, hits: Sequence[TierHit]) -> Promotion:
         """Start reading the hits' disk blocks into host memory, as far as slots can be had; the rest stays where it is."""
@@ -213,6 +211,8 @@ class TierCache:
                 if entry is None:
                     break
             entries.append(entry)
+        for entry in reversed(entries):  # of a chain, the beginning must be deleted last
+            self.disk.touch(entry.digest)
         promotion = Promotion(tuple(entries))
         self._promotions.append(promotion)
         return promotion
@@ -226,7 +226,6 @@ class TierCache:
         self.host.pin(entry)  # for the promotion
         self.host.pin(entry)  # for the read
         self._reading[entry.digest] = entry
-        self.disk.touch(entry.digest)
         self._io.read(key, entry.slot)
         return entry
 
@@ -287,12 +286,12 @@ class TierCache:
         """Forget the block and all that continue it, in host memory and on the disk. Between steps only."""
         below: dict[bytes, set[bytes]] = {}
         for entry in self.host:
-            below.setdefault(entry.above[:_PREFIX_BYTES], set()).add(entry.digest)
+            below.setdefault(entry.above[:PREFIX_BYTES], set()).add(entry.digest)
         for block in self.disk:
             below.setdefault(block.key.above, set()).add(block.key.digest)
         doomed, stack = {digest}, [digest]
         while stack:
-            for child in below.get(stack.pop()[:_PREFIX_BYTES], ()):
+            for child in below.get(stack.pop()[:PREFIX_BYTES], ()):
                 if child not in doomed:
                     doomed.add(child)
                     stack.append(child)
@@ -336,7 +335,7 @@ class NoDisk(DiskIO):
 
     @property
     def model(self) -> bytes:
-        return bytes(8)
+        return bytes(PREFIX_BYTES)
 
     def read(self, key: BlockKey, slot: int) -> None:
         raise AssertionError("there is no disk cache to read from")

@@ -75,6 +75,10 @@ class HostTier:
     def __iter__(self) -> Iterator[HostEntry]:
         return iter(self._entries.values())
 
+    def by_use(self) -> list[HostEntry]:
+        """The entries, those that somebody relies on first, then the most recently used first."""
+        return [*(entry for entry in self if entry.pins), *reversed(self._idle.values())]
+
     def find(self, digest: bytes) -> HostEntry | None:
         return self._entries.get(digest)
 
@@ -137,12 +141,20 @@ class HostTier:
         assert len(self._idle) == sum(entry.pins == 0 for entry in self._entries.values())
 
 
+PREFIX_BYTES = 8  # of digests where they only have to be told apart, such as in file names
+
+
 class BlockKey(NamedTuple):
-    """Which file holds a block. ``model`` and ``above``: the first 8 bytes of the fingerprint and of the digest of the block before."""
+    """Which file holds a block. ``model`` and ``above``: the first bytes of the fingerprint and of the digest of the block before."""
 
     model: bytes
     digest: bytes
     above: bytes
+
+    @classmethod
+    def of(cls, model: bytes, digest: bytes, above: bytes) -> BlockKey:
+        """``above`` is a whole digest, or the beginning of one."""
+        return cls(model, digest, above[:PREFIX_BYTES])
 
 
 class StoredBlock(NamedTuple):
