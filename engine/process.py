@@ -73,7 +73,7 @@ def run_loop(core: EngineCore, mailbox: Mailbox) -> Stop:
         output = core.step() if core.has_work else None
         if output is not None and output.has_run:
             mailbox.send(Outputs((*ended, *output.events), output.admissions, output.stats))
-            wait_seconds = 0 if core.has_work else None
+            wait_seconds = 0.0
             continue
         was_busy = core.is_disk_busy
         core.poll_disk()

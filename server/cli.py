@@ -105,7 +105,10 @@ def serve_command(
         str | None, typer.Option(envvar="OCTAVO_API_KEY", help="Ask for this key on all but /health, /version and /metrics.")
     ] = None,
     shutdown_timeout: Annotated[
-        float, typer.Option(envvar="OCTAVO_SHUTDOWN_TIMEOUT", help="Seconds after SIGTERM for running requests; the rest, for the disk cache.")
+        float,
+        typer.Option(
+            envvar="OCTAVO_SHUTDOWN_TIMEOUT", help="Seconds after SIGTERM for running requests; the rest, for the disk cache."
+        ),
     ] = _SETTINGS.shutdown_timeout,
 ) -> None:
     """Serve MODEL over HTTP until SIGTERM or Ctrl-C."""

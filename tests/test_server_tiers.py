@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.real_server import RealServer, serving, starting, until
@@ -42,13 +44,23 @@ def test_a_server_that_was_stopped_finds_its_cache_again(folder: Path, tmp_path:
         assert any("--host-cache" in line for line in server.lines), "the operator is told what the disk needs"
 
 
+def test_what_was_evicted_is_written_while_nobody_asks(folder: Path, tmp_path: Path) -> None:
+    flags = ("--kv-cache-memory", "49152", "--max-model-len", "120", "--disk-cache", str(tmp_path), "--host-cache", "24576")
+    with serving(folder, *flags) as server:  # 8 blocks, 4 of host memory: 2 of them are being written at a time
+        ask(server)
+        assert (
+            server.post(prompt=[200, *range(10, 115)], max_tokens=1).status_code == 200
+        )  # one step, which evicts 3 full blocks
+        until(lambda: len([*tmp_path.glob("*/*.kv")]) >= 3)
+        usage = psutil.Process(server.engine.pid).cpu_times().user
+        time.sleep(0.5)
+        assert psutil.Process(server.engine.pid).cpu_times().user - usage < 0.2, "then it sleeps"
+
+
 def test_a_server_that_was_killed_at_work_starts_again_on_the_same_folder(folder: Path, tmp_path: Path) -> None:
     flags = (*FLAGS, "--disk-cache", str(tmp_path), "--host-cache", "100KB")
     with serving(folder, *flags) as server:
         text, _ = ask(server)
-        for number in range(6):
-            ask(server, [100 + number, *PROMPT])
-        until(lambda: len([*tmp_path.glob("*/*.kv")]) >= 2)
         engine = server.engine
 
         def load() -> None:
