@@ -92,13 +92,15 @@ def test_of_a_chain_that_was_read_the_beginning_was_used_last(disk: Disk) -> Non
     for number in (3, 2, 1):
         disk.worker.write(disk.key(number), 0)
     disk.wait_for(3)
+    disk.go_on.clear()
+    disk.worker.write(disk.key(4), 0)  # holds the thread until the whole chain is asked for
     for number in (1, 2, 3):
         os.utime(disk.folder.path(disk.key(number)), (number, number))
         disk.worker.read(disk.key(number), 1)
-    disk.wait_for(3)
-    disk.worker.write(disk.key(4), 0)
-    disk.wait_for(1)  # marking comes before
-    assert [block.key for block in disk.folder.scan()] == [disk.key(number) for number in (3, 2, 1, 4)]
+    disk.go_on.set()
+    disk.worker.write(disk.key(5), 0)
+    disk.wait_for(5)  # marking comes before the last
+    assert [block.key for block in disk.folder.scan()] == [disk.key(number) for number in (4, 3, 2, 1, 5)]
 
 
 def test_a_damaged_file_is_a_miss_and_one_line_and_is_removed(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
