@@ -94,6 +94,8 @@ def test_of_a_chain_that_was_read_the_beginning_was_used_last(disk: Disk) -> Non
     disk.wait_for(3)
     disk.go_on.clear()
     disk.worker.write(disk.key(4), 0)  # holds the thread until the whole chain is asked for
+    while disk.num_tries < 4:
+        time.sleep(0.001)
     for number in (1, 2, 3):
         os.utime(disk.folder.path(disk.key(number)), (number, number))
         disk.worker.read(disk.key(number), 1)
