@@ -2,8 +2,8 @@
 
     python -m loadtest.tier_bench --serve "octavo serve smollm2-135m" --kv-bytes-per-token 46080
 
-Starts the server twice over one folder, with a device cache that holds one prompt and a host cache that holds two. Other prompts
-push the first one down: one, out of the device; four, out of host memory. Then the server is stopped and started again.
+Starts the server twice over one folder, with a device cache and a host cache that hold one prompt each. Other prompts push the
+first one down: one, out of the device; two, out of host memory too. Then the server is stopped and started again.
 Exit status: 0, or 1 if a request failed or found another number of cached tokens than its row says, or 2 without a server.
 """
 
@@ -49,7 +49,7 @@ class TierBench:
         self._device_bytes = (num_blocks + 2) * BLOCK * bytes_per_token
         self._command = (
             f"{command} --block-size {BLOCK} --max-model-len {prompt_len + 8} --kv-cache-memory {self._device_bytes}"
-            f" --host-cache {2 * self._device_bytes}"
+            f" --host-cache {self._device_bytes}"
         )
 
     def run(self, num_repetitions: int, folder: Path) -> dict[str, list[Sample]]:
@@ -65,7 +65,7 @@ class TierBench:
                 rows["device"].append(ask(prompt))
                 self._push(ask, 1)
                 rows["host"].append(ask(prompt))
-                self._push(ask, 4)
+                self._push(ask, 2)
                 rows["disk"].append(ask(prompt))
         with serving(command, self._ready_timeout_s) as server:
             ask = self._asker(server.url)
