@@ -6,7 +6,7 @@ PIP_FLAGS ?= --disable-pip-version-check --progress-bar on
 # On a CPU-only machine the plain torch on the index may be a CUDA build of several GB; this version has a CPU build where Octavo is developed.
 TORCH ?= torch==2.13.0
 
-.PHONY: help install serve test check lint types bench clean
+.PHONY: help install serve test check lint types bench tier-bench clean
 
 help:
 	@echo "make serve     install, fetch the default model, serve it on http://127.0.0.1:8000  (MODEL=, OCTAVO_PORT=, ...)"
@@ -14,6 +14,7 @@ help:
 	@echo "make check     ruff, mypy --strict, import layers, then the tests: what CI runs"
 	@echo "make install   only make .venv; the command is .venv/bin/octavo"
 	@echo "make bench     start a server and measure it with loadtest/ (a few minutes)"
+	@echo "make tier-bench  time to the first token of a 2,000-token prompt: computed, and found on device, host, disk, after a restart"
 
 .venv/bin/python:
 	@echo "creating .venv"
@@ -50,6 +51,9 @@ check: lint types test
 
 bench: .venv/.installed-dev
 	$(BIN)/python -m loadtest.bench --serve "$(BIN)/octavo serve $(MODEL)" --weight-bytes 538e6 --reps 3 --json bench.json
+
+tier-bench: .venv/.installed-dev
+	$(BIN)/python -m loadtest.tier_bench --serve "$(BIN)/octavo serve smollm2-135m" --kv-bytes-per-token 46080
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

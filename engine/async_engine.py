@@ -112,14 +112,14 @@ class AsyncEngine:
         self._supervisor = asyncio.create_task(self._supervise(self._process), name="engine-supervisor")
         self._supervisor.add_done_callback(self._on_supervisor_end)
 
-    async def stop(self) -> None:
-        """End the engine. Streams that still run get an EngineDeadError."""
+    async def stop(self, flush_seconds: float = 0.0) -> None:
+        """End the engine. Streams that still run get an EngineDeadError. See ``EngineProcess.stop`` for ``flush_seconds``."""
         self._status = EngineStatus.STOPPED
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
         if self._process is not None:
-            await self._process.stop()
+            await self._process.stop(flush_seconds)
         self._fail_streams(EngineDeadError("the server is shutting down"))
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:

@@ -11,11 +11,18 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV cache. ``memory_bytes`` wins over ``fraction`` (of the memory that is free after the weights are loaded)."""
+    """The KV cache. ``memory_bytes`` wins over ``fraction`` (of the memory that is free after the weights are loaded).
+
+    Evicted blocks go to ``host_bytes`` of host memory (0: to none) and to files in the folder ``disk_path`` (None: to none), which
+    ``disk_bytes`` bounds.
+    """
 
     block_size: int = 16
     memory_bytes: int | None = None
     fraction: float = 0.4
+    host_bytes: int = 0
+    disk_path: str | None = None
+    disk_bytes: int = 10 * 1024**3
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:
@@ -24,6 +31,12 @@ class CacheConfig:
             raise ConfigError(f"KV cache memory must be positive, got {self.memory_bytes} bytes")
         if not 0.0 < self.fraction <= 1.0:
             raise ConfigError(f"KV cache fraction must be above 0 and at most 1, got {self.fraction}")
+        if self.host_bytes < 0:
+            raise ConfigError(f"host cache must be 0 or more bytes, got {self.host_bytes}")
+        if self.disk_path is not None and not self.disk_path.strip():
+            raise ConfigError("the disk cache's folder must not be empty; leave it out to keep nothing on the disk")
+        if self.disk_bytes <= 0:
+            raise ConfigError(f"disk cache size must be positive, got {self.disk_bytes} bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,11 @@ class StepOutput:
     admissions: tuple[Admission, ...]
     stats: StepStats
 
+    @property
+    def has_run(self) -> bool:
+        """False when there was nothing to compute: all requests wait for the disk."""
+        return self.stats.num_scheduled_tokens > 0
+
 
 class EngineCore:
     """One engine without threads, processes or clocks of its own."""
@@ -41,13 +46,28 @@ class EngineCore:
         return self.scheduler.abort(request_id)
 
     def step(self) -> StepOutput:
-        """Advance every request that the step has room for. There must be work."""
+        """Advance every request that the step has room for. There must be work; when all of it waits for the disk, nothing is run."""
         start = self._clock()
+        self.poll_disk()
         plan = self.scheduler.schedule()
+        if not plan.sequences:
+            return StepOutput((), (), self.idle_stats())
         sampled = self._runner.execute(plan)
         events = self.scheduler.update(plan, sampled)
         counts = self.scheduler.take_counts()
         return StepOutput(tuple(events), tuple(counts.admissions), self._stats(counts, self._clock() - start))
+
+    @property
+    def is_disk_busy(self) -> bool:
+        """Whether blocks are on their way from or to the disk; ``poll_disk`` sees to what follows."""
+        return self.scheduler.manager.tiers.is_busy
+
+    def poll_disk(self) -> None:
+        self.scheduler.manager.tiers.poll()
+
+    def wait_for_disk(self, seconds: float) -> None:
+        """Return when the disk has done something, or after that time."""
+        self.scheduler.manager.tiers.wait(seconds)
 
     def idle_stats(self) -> StepStats:
         """How the engine stands, for when aborts change it without a step."""
@@ -82,4 +102,6 @@ class EngineCore:
             block_bytes=self._block_bytes,
             block_size=manager.block_size,
             num_context_tokens=self.scheduler.num_context_tokens,
+            num_host_blocks=manager.tiers.host.num_used,
+            disk_bytes=manager.tiers.disk.num_bytes,
         )

@@ -92,14 +92,17 @@ class EngineProcess:
         """Queue a message; what is sent to a dead process is lost, and the death is reported by ``receive``."""
         self._to_engine.send(encode(message))
 
-    async def stop(self) -> None:
-        """End the process: gently, but while it starts it would not listen. Safe to call twice, and on a dead process."""
+    async def stop(self, flush_seconds: float = 0.0) -> None:
+        """End the process: gently, but while it starts it would not listen. Safe to call twice, and on a dead process.
+
+        It may take ``flush_seconds`` longer to keep what is cached on the disk.
+        """
         if self._process.returncode is None and not self._is_ready:
             self._process.kill()
         elif self._process.returncode is None:
-            self.send(Stop())
+            self.send(Stop(flush_seconds))
             try:
-                await asyncio.wait_for(asyncio.shield(self._exit), STOP_SECONDS)
+                await asyncio.wait_for(asyncio.shield(self._exit), STOP_SECONDS + flush_seconds)
             except TimeoutError:
                 self._process.kill()
         await self._exit

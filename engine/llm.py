@@ -63,6 +63,7 @@ class LLM:
         engine = load_engine(config)
         self.info = engine.info
         self.core = engine.core
+        self._engine = engine
         self.tokenizer = load_tokenizer(Path(resolved.path))
         self._num_requests = 0
 
@@ -91,6 +92,10 @@ class LLM:
                 self.core.abort(request.request_id)
         return [_fold(outputs[request.request_id]) for request in requests]
 
+    def close(self, flush_seconds: float = 30.0) -> None:
+        """With a disk cache: keep what is cached there, for that long at most. The engine is of no use afterwards."""
+        self._engine.close(flush_seconds)
+
     def _add(self, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> Request:
         self._num_requests += 1
         request = Request(
@@ -106,10 +111,13 @@ class LLM:
     def _step(self, assemblers: dict[str, TextAssembler], outputs: dict[str, list[RequestOutput]]) -> int:
         """One engine step; returns how many requests it ended."""
         num_ended = 0
-        for event in self.core.step().events:
-            output = assemblers[event.request_id].push(event)
-            outputs[event.request_id].append(output)
-            if output.finish_reason is not None:
+        output = self.core.step()
+        if not output.has_run:
+            self.core.wait_for_disk(1.0)
+        for event in output.events:
+            text = assemblers[event.request_id].push(event)
+            outputs[event.request_id].append(text)
+            if text.finish_reason is not None:
                 num_ended += 1
                 self.core.abort(event.request_id)  # a stop string is not known to the engine; else this does nothing
         return num_ended

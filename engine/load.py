@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,9 +16,11 @@ from engine.errors import ConfigError, InsufficientMemoryError
 from engine.kernel_cache import use_kernel_cache
 from engine.kv.format import ELEMENT_BYTES, KVFormat
 from engine.kv.manager import KVCacheManager
+from engine.kv.offload import HostBuffer
 from engine.kv.storage import KVStorage
 from engine.memory import available_bytes, plan_num_blocks
 from engine.model.checkpoint import Checkpoint
+from engine.model.fingerprint import model_fingerprint
 from engine.model.llama import LlamaModel, Model
 from engine.model.ops import TorchOps
 from engine.model.rope import RopeTable
@@ -29,6 +31,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
 from engine.sched.scheduler import Scheduler
 from engine.stats import EngineInfo
+from engine.tier_setup import Tiers, open_tiers
 
 OnProgress = Callable[[str, float | None], None]
 
@@ -38,6 +41,11 @@ class LoadedEngine:
     core: EngineCore
     info: EngineInfo
     runner: ModelRunner
+    tiers: Tiers
+
+    def close(self, flush_seconds: float) -> None:
+        """Keep what is cached on the disk, if there is a disk cache, for that long at most. No step may follow."""
+        self.tiers.close(self.core.scheduler.manager.full_nodes(), flush_seconds)
 
 
 def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, share: None) -> LoadedEngine:
@@ -65,12 +73,15 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     max_model_len = _max_model_len(config, model_config, num_blocks * fmt.block_size, notes)
     storage = KVStorage(fmt, num_blocks, device)
     attention = choose_backend(config.attention_backend, storage, model_config.num_heads)
-    runner = _build_runner(model_config, weights, attention, storage, max_model_len, device)
+    tiers = _open_tiers(config, storage, model_config, weights, attention, max_model_len, on_progress)
+    notes.extend(tiers.notes)
+    runner = _build_runner(model_config, weights, attention, tiers.buffer, max_model_len, device)
     on_progress("warming up (compiles kernels at the first start)", None)
     _warm_up(runner, min(fmt.block_size, max_model_len))
-    core = _build_core(config, model_config, runner, fmt, num_blocks)
+    core = _build_core(config, model_config, runner, fmt, num_blocks, tiers)
     info = _info(config, model_config, weights, fmt, num_blocks, max_model_len, device, attention, tuple(notes))
-    return LoadedEngine(core, info, runner)
+    info = replace(info, host_cache_bytes=tiers.host_bytes, disk_cache_bytes=tiers.disk_bytes)
+    return LoadedEngine(core, info, runner, tiers)
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -135,12 +146,31 @@ def _build_runner(
     model: ModelConfig,
     weights: ModelWeights,
     attention: AttentionBackend,
-    storage: KVStorage,
+    host: HostBuffer,
     max_model_len: int,
     device: torch.device,
 ) -> ModelRunner:
     rope = RopeTable((model.rope,), max_model_len, device)
-    return ModelRunner(_build_model(model, weights, attention), rope, attention, storage, device)
+    return ModelRunner(_build_model(model, weights, attention), rope, attention, host, device)
+
+
+def _open_tiers(
+    config: EngineConfig,
+    storage: KVStorage,
+    model: ModelConfig,
+    weights: ModelWeights,
+    attention: AttentionBackend,
+    max_model_len: int,
+    on_progress: OnProgress,
+) -> Tiers:
+    device, dtype = storage.bytes.device, weights.embed.dtype
+    pool_bytes = storage.bytes.nbytes if device.type == "cpu" else 0  # reserved, but not touched yet
+
+    def fingerprint() -> bytes:
+        on_progress("reading the disk cache's folder", None)
+        return model_fingerprint(model, weights, f"{dtype} {device.type} {attention.name}")
+
+    return open_tiers(config.cache, storage, fingerprint, max_model_len, available_bytes(torch.device("cpu")) - pool_bytes)
 
 
 def _build_model(config: ModelConfig, weights: ModelWeights, attention: AttentionBackend) -> Model:
@@ -167,9 +197,11 @@ def _warm_up(runner: ModelRunner, max_tokens: int) -> None:
     runner.execute(StepPlan((single, several)))
 
 
-def _build_core(config: EngineConfig, model: ModelConfig, runner: ModelRunner, fmt: KVFormat, num_blocks: int) -> EngineCore:
+def _build_core(
+    config: EngineConfig, model: ModelConfig, runner: ModelRunner, fmt: KVFormat, num_blocks: int, tiers: Tiers
+) -> EngineCore:
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, fmt.block_size),
+        KVCacheManager(num_blocks, fmt.block_size, tiers=tiers.cache),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         eos_token_ids=model.eos_token_ids,

@@ -24,7 +24,9 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End the process once the message is read."""
+    """End the process once the message is read. Before that, keep what is cached on the disk, for ``flush_seconds`` at most."""
+
+    flush_seconds: float = 0.0
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

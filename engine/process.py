@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import Abort, Add, Failed, FromEngine, Outputs, Progress, Ready, Stop, ToEngine, decoder_to_engine, encode
 from engine.request import Request, TokenEvent
+
+_DISK_POLL_SECONDS = 0.002  # how soon a request goes on that waited for the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,13 @@ class Mailbox:
     def send(self, message: FromEngine) -> None:
         self._outbox.send(encode(message))
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """All messages that have come; with ``wait``, at least one."""
+    def receive(self, wait_seconds: float | None) -> list[ToEngine]:
+        """All messages that have come; none of them waits, but the first may be waited for: None, for as long as it takes."""
         messages: list[ToEngine] = []
-        while wait or self._inbox.poll(0):
+        timeout = None if wait_seconds is None else math.ceil(1000 * wait_seconds)
+        while self._inbox.poll(timeout):
             messages.append(self._decoder.decode(self._inbox.recv()))
-            wait = False
+            timeout = 0
         return messages
 
 
@@ -57,18 +61,25 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
     return socket
 
 
-def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
-    """Step while there is work, sleep on the inbox while there is none. Returns when told to stop."""
+def run_loop(core: EngineCore, mailbox: Mailbox) -> Stop:
+    """Step while there is work, sleep on the inbox while there is none, or none but for the disk. Returns when told to stop."""
+    wait_seconds: float | None = None
     while True:
-        messages = mailbox.receive(wait=not core.has_work)
-        if any(isinstance(message, Stop) for message in messages):
-            return
+        messages = mailbox.receive(wait_seconds)
+        for message in messages:
+            if isinstance(message, Stop):
+                return message
         ended = _apply(core, messages)
-        if core.has_work:
-            output = core.step()
+        output = core.step() if core.has_work else None
+        if output is not None and output.has_run:
             mailbox.send(Outputs((*ended, *output.events), output.admissions, output.stats))
-        elif messages:
+            wait_seconds = 0.0
+            continue
+        was_busy = core.is_disk_busy
+        core.poll_disk()
+        if messages or (was_busy and not core.is_disk_busy):
             mailbox.send(Outputs(tuple(ended), (), core.idle_stats()))
+        wait_seconds = _DISK_POLL_SECONDS if core.has_work or core.is_disk_busy else None
 
 
 def _apply(core: EngineCore, messages: list[ToEngine]) -> list[TokenEvent]:
@@ -125,7 +136,8 @@ def main() -> int:
         return 2
     mailbox.send(Ready(engine.info))
     mailbox.send(Outputs((), (), engine.core.idle_stats()))
-    run_loop(engine.core, mailbox)
+    stop = run_loop(engine.core, mailbox)
+    engine.close(stop.flush_seconds)
     return 0
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class CacheStats:
     """The state of the block pool. num_free + num_cached + num_referenced = num_blocks, always.
 
-    ``num_context_tokens`` is the sum over running requests of the tokens whose K and V they read.
+    ``num_context_tokens`` is the sum over running requests of the tokens whose K and V they read. ``num_host_blocks`` are held in
+    host memory; ``disk_bytes`` are all files of the disk cache's folder, headers and other models' blocks included.
     """
 
     num_blocks: int
@@ -19,6 +20,12 @@ class CacheStats:
     block_bytes: int
     block_size: int
     num_context_tokens: int
+    num_host_blocks: int = 0
+    disk_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self.num_host_blocks * self.block_bytes
 
     @property
     def bytes_per_token(self) -> float:
@@ -47,7 +54,8 @@ class CacheStats:
 class Admission:
     """A request left the queue for the first time. Said once for each request, never at resumption.
 
-    ``num_in_flight_tokens`` of the cached ones were computed by another request while this one was held back for it.
+    ``num_cached_tokens`` were found on any tier. Of them, ``num_host_tokens`` and ``num_disk_tokens`` were not on the device;
+    ``num_in_flight_tokens`` were computed by another request while this one was held back for it.
     """
 
     request_id: str
@@ -55,6 +63,13 @@ class Admission:
     num_cached_tokens: int
     queue_seconds: float
     num_in_flight_tokens: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+
+    @property
+    def num_device_tokens(self) -> int:
+        """On the device before the request came."""
+        return self.num_cached_tokens - self.num_host_tokens - self.num_disk_tokens - self.num_in_flight_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,10 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine settled on at start. ``notes`` are lines for the operator, numbers included."""
+    """What the engine settled on at start. ``notes`` are lines for the operator, numbers included.
+
+    ``host_cache_bytes`` and ``disk_cache_bytes`` are what the lower tiers may hold.
+    """
 
     model_name: str
     architecture: str
@@ -104,6 +122,8 @@ class EngineInfo:
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:

@@ -77,6 +77,19 @@ def serve_command(
     kv_cache_fraction: Annotated[
         float, typer.Option(envvar="OCTAVO_KV_CACHE_FRACTION", help="Share of the memory free after loading the weights.")
     ] = _CACHE.fraction,
+    host_cache: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OCTAVO_HOST_CACHE", help="Keep evicted blocks in this much host memory: 4GiB, 512MiB; off if left out."
+        ),
+    ] = None,
+    disk_cache: Annotated[
+        str | None,
+        typer.Option(envvar="OCTAVO_DISK_CACHE", help="Folder that keeps blocks over restarts; off if left out."),
+    ] = None,
+    disk_cache_size: Annotated[
+        str, typer.Option(envvar="OCTAVO_DISK_CACHE_SIZE", help="Most bytes in that folder; the least recently used go first.")
+    ] = "10GiB",
     max_num_seqs: Annotated[
         int, typer.Option(envvar="OCTAVO_MAX_NUM_SEQS", help="Most requests in one step.")
     ] = _SCHEDULER.max_num_seqs,
@@ -92,17 +105,27 @@ def serve_command(
         str | None, typer.Option(envvar="OCTAVO_API_KEY", help="Ask for this key on all but /health, /version and /metrics.")
     ] = None,
     shutdown_timeout: Annotated[
-        float, typer.Option(envvar="OCTAVO_SHUTDOWN_TIMEOUT", help="Seconds that running requests may take after SIGTERM.")
+        float,
+        typer.Option(
+            envvar="OCTAVO_SHUTDOWN_TIMEOUT", help="Seconds after SIGTERM for running requests; the rest, for the disk cache."
+        ),
     ] = _SETTINGS.shutdown_timeout,
 ) -> None:
     """Serve MODEL over HTTP until SIGTERM or Ctrl-C."""
-    memory = parse_bytes(kv_cache_memory) if kv_cache_memory is not None else None
+    cache = CacheConfig(
+        block_size=block_size,
+        memory_bytes=parse_bytes(kv_cache_memory) if kv_cache_memory is not None else None,
+        fraction=kv_cache_fraction,
+        host_bytes=parse_bytes(host_cache) if host_cache is not None else 0,
+        disk_path=disk_cache,
+        disk_bytes=parse_bytes(disk_cache_size),
+    )
     settings = Settings(
         model=model,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        cache=CacheConfig(block_size=block_size, memory_bytes=memory, fraction=kv_cache_fraction),
+        cache=cache,
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
         host=host,
         port=port,

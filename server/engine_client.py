@@ -54,7 +54,8 @@ class RunnableEngine(EngineClient, Protocol):
     async def start(self) -> None:
         """Return when READY. Raises StartupError with a message of one line."""
 
-    async def stop(self) -> None: ...
+    async def stop(self, flush_seconds: float = 0.0) -> None:
+        """End the engine; it may take that long to keep what is cached on the disk."""
 
 
 class _PendingStatus(Enum):

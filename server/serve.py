@@ -72,6 +72,8 @@ class StopSignals:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self.exit_status = 0
+        self._loop = loop
+        self._first_time: float | None = None
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
 
@@ -79,7 +81,15 @@ class StopSignals:
         if self.first.is_set():
             self.exit_status = 128 + number
             self.second.set()
+        else:
+            self._first_time = self._loop.time()
         self.first.set()
+
+    def seconds_left(self, timeout: float) -> float:
+        """What is left of the time since the first signal; nothing before it, and nothing after the second."""
+        if self._first_time is None or self.second.is_set():
+            return 0.0
+        return max(0.0, self._first_time + timeout - self._loop.time())
 
 
 async def serve(settings: Settings, sock: socket.socket, make_engine: MakeEngine, announce: Announce) -> int:
@@ -91,7 +101,7 @@ async def serve(settings: Settings, sock: socket.socket, make_engine: MakeEngine
     signals = StopSignals(asyncio.get_running_loop())
     engine, metrics, drain = PendingEngine(), Metrics(CollectorRegistry()), Drain()
     app = create_app(engine, metrics, settings, drain)
-    async with _http_running(app, sock, signals), _engine_starting(engine, metrics, make_engine) as started:
+    async with _http_running(app, sock, signals), _engine_running(engine, metrics, make_engine, settings, signals) as started:
         await _first_of(started, signals.first.wait())
         if started.done():
             for line in announcement(started.result(), settings, sock):
@@ -125,10 +135,13 @@ async def _http_running(app: FastAPI, sock: socket.socket, signals: StopSignals)
 
 
 @asynccontextmanager
-async def _engine_starting(
-    place: PendingEngine, metrics: Metrics, make_engine: MakeEngine
+async def _engine_running(
+    place: PendingEngine, metrics: Metrics, make_engine: MakeEngine, settings: Settings, signals: StopSignals
 ) -> AsyncIterator[asyncio.Task[EngineInfo]]:
-    """A task that ends when the engine is ready. On the way out the engine is stopped, however far it came."""
+    """A task that ends when the engine is ready. On the way out the engine is stopped, however far it came.
+
+    What the drain left of the shutdown timeout is the engine's, to keep its cache on the disk.
+    """
     made: list[RunnableEngine] = []
 
     async def start() -> EngineInfo:
@@ -147,14 +160,20 @@ async def _engine_starting(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for engine in made:
-            await _stop(engine)
+            await _stop(engine, signals.seconds_left(settings.shutdown_timeout), signals)
 
 
-async def _stop(engine: RunnableEngine) -> None:
-    try:
-        await asyncio.wait_for(engine.stop(), _ENGINE_STOP_SECONDS)
-    except TimeoutError:
-        logger.error("the engine did not stop within %.0f s", _ENGINE_STOP_SECONDS)
+async def _stop(engine: RunnableEngine, flush_seconds: float, signals: StopSignals) -> None:
+    """End the engine. A second signal cuts the flush short: the engine ends with this process then."""
+    stopping = asyncio.ensure_future(engine.stop(flush_seconds))
+    cuts = [signals.second.wait()] if flush_seconds else []
+    await _first_of(stopping, *cuts, timeout=flush_seconds + _ENGINE_STOP_SECONDS)
+    if stopping.done():
+        stopping.result()
+        return
+    stopping.cancel()
+    if not signals.second.is_set():
+        logger.error("the engine did not stop within %.0f s", flush_seconds + _ENGINE_STOP_SECONDS)
 
 
 async def _drain(drain: Drain, timeout: float, signals: StopSignals) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.core import EngineCore
 from engine.kv.block import Block, BlockCopy
 from engine.kv.manager import KVCacheManager
+from engine.kv.moves import BlockLoad
 from engine.kv.pool import BlockPool
 from engine.request import Namespace, Request, SamplingParams
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
@@ -61,7 +62,13 @@ def make_manager(num_blocks: int, block_size: int, **options: object) -> KVCache
 
 
 def make_scheduler(
-    *, num_blocks: int = 40, block_size: int = 4, max_num_seqs: int = 8, budget: int = 32, **options: object
+    *,
+    num_blocks: int = 40,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    clock: Callable[[], float] = lambda: 0.0,
+    **options: object,
 ) -> Scheduler:
     """``options`` are the manager's."""
     return Scheduler(
@@ -69,7 +76,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         eos_token_ids=(EOS,),
-        clock=lambda: 0.0,
+        clock=clock,
     )
 
 
@@ -94,12 +101,18 @@ class RecordingRunner:
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
         self.num_computed = 0
         self.num_copies = 0
+        self.num_loads = 0
+        self.host: dict[int, list[tuple[int, int] | None]] = {}  # host slot -> the contents of a block's slots
 
     def execute(self, plan: StepPlan) -> SampledTokens:
         self._check_write_targets(plan)
+        for store in plan.stores:
+            self.host[store.host_slot] = [self.slots.get(slot) for slot in self._block_slots(store.block_id)]
         for block_id in self.pool.take_emptied() if self.pool is not None else ():
             for slot in self._block_slots(block_id):
                 self.slots.pop(slot, None)
+        for load in plan.loads:
+            self._load(load)
         for copy in plan.copies:
             self._copy(copy)
         out: list[SampledToken | None] = []
@@ -113,6 +126,12 @@ class RecordingRunner:
 
     def _block_slots(self, block_id: int) -> range:
         return range(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _load(self, load: BlockLoad) -> None:
+        self.num_loads += 1
+        for slot, content in zip(self._block_slots(load.block_id), self.host[load.host_slot], strict=True):
+            assert content is not None, "a block was stored that was not full"
+            self.slots[slot] = content
 
     def _copy(self, copy: BlockCopy) -> None:
         assert 0 < copy.num_tokens < self.block_size

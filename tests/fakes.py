@@ -71,7 +71,7 @@ class FakeEngine:
     """Plays scripted outputs, one every ``delay`` seconds, and remembers what became of each request.
 
     ``pieces`` turns a prompt into the texts of its tokens; ``failure`` is raised after ``fail_after`` of them.
-    ``start_failure`` is raised by ``start``, after ``start_seconds``.
+    ``start_failure`` is raised by ``start``, after ``start_seconds``. ``flush_takes`` seconds are spent at a stop, if it lets them.
     """
 
     pieces: Callable[[str], list[str]] = echo_pieces
@@ -81,6 +81,7 @@ class FakeEngine:
     num_cached_tokens: int = 0
     start_seconds: float = 0.0
     start_failure: Exception | None = None
+    flush_takes: float = 0.0
     status: FakeStatus = FakeStatus.READY
     info: EngineInfo | None = field(default_factory=fake_info)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
@@ -98,7 +99,8 @@ class FakeEngine:
         self.info = self.info or fake_info()
         self.status = FakeStatus.READY
 
-    async def stop(self) -> None:
+    async def stop(self, flush_seconds: float = 0.0) -> None:
+        await asyncio.sleep(min(self.flush_takes, flush_seconds))
         self.status = FakeStatus.STOPPED
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:

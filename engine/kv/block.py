@@ -49,6 +49,7 @@ class PrefixNode:
     ended) has none of them, and is no prefix of a sibling. A root has neither parent nor block, a branch no block: it stands
     below a public node and holds what a namespace of its own continues it with. Both carry their namespace.
 
+    ``digest`` names its content beyond this process; None until somebody asked (see engine.kv.digest).
     A referenced block's ancestors are all referenced, so unreferenced nodes hang together at the bottom of the tree.
     ``sorted_children`` are the keys of ``children`` in order: the longest common prefix is with a neighbour there.
     """
@@ -59,6 +60,7 @@ class PrefixNode:
     depth: int
     last_used: int = 0
     namespace: Namespace | None = None
+    digest: bytes | None = None
     children: dict[Tokens, PrefixNode] = field(default_factory=dict, repr=False)
     sorted_children: list[Tokens] = field(default_factory=list, repr=False)
     open_blocks: tuple[OpenBlock, ...] = ()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv.block import Block, BlockCopy, OpenBlock, PrefixNode, Tokens
 from engine.kv.eviction import EvictionPolicy, LRUPolicy
 from engine.kv.pool import BlockPool
 from engine.kv.prefix import PartialMatch, PrefixMatch, PrefixTree
+from engine.kv.tier_cache import TierCache, no_tiers
+from engine.kv.tiers import TierHit
 from engine.request import Namespace
 
 
@@ -55,6 +57,7 @@ class KVCacheManager:
         policy: EvictionPolicy | None = None,
         *,
         allow_partial: bool = True,
+        tiers: TierCache | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_evicted_blocks = 0
@@ -62,6 +65,7 @@ class KVCacheManager:
         self.num_merged_blocks = 0
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(block_size, policy if policy is not None else LRUPolicy(), allow_partial=allow_partial)
+        self.tiers = tiers if tiers is not None else no_tiers()
         self._tables: dict[str, _BlockTable] = {}
         self._copies: list[BlockCopy] = []
         self._copy_sources: list[Block] = []
@@ -102,7 +106,9 @@ class KVCacheManager:
     def match_prefix(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int = 0) -> PrefixMatch:
         """The longest resident prefix. The full blocks of the first ``num_public_tokens`` tokens belong to no salt."""
         num_public_blocks = num_public_tokens // self.block_size if namespace.salt else 0
-        return self._tree.match(namespace, token_ids, num_public_blocks)
+        match = self._tree.match(namespace, token_ids, num_public_blocks)
+        below = self.tiers.match(namespace, match.nodes, token_ids, num_public_blocks, self.block_size)
+        return match.continued(below) if below else match
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, num_reserved: int) -> bool:
         """Whether a request of ``num_tokens`` known tokens fits beside ``num_reserved`` blocks promised to others."""
@@ -116,7 +122,7 @@ class KVCacheManager:
     def admit(self, request_id: str, namespace: Namespace, match: PrefixMatch) -> None:
         """Open a table that starts with the matched blocks, one reference taken on each.
 
-        For a partial match a block is taken at once, and its copy noted for the step (``take_copies``).
+        For blocks from the tiers and for a partial match, blocks are taken at once; their copies are noted for the step.
         """
         assert request_id not in self._tables, f"request {request_id} has a block table already"
         self._clock += 1
@@ -134,8 +140,23 @@ class KVCacheManager:
         )
         self._tree.hang(table.tip, table.open)
         self._tables[request_id] = table
+        self._load(table, match.ready)
         if match.partial is not None:
             self._open(table, match.partial)
+
+    def _load(self, table: _BlockTable, hits: Sequence[TierHit]) -> None:
+        """Let the table go on with blocks from the tiers. They are in the tree at once: their bytes come before the step computes."""
+        entries = self.tiers.reserve(hits)
+        tip = table.tip
+        for hit, entry in zip(hits, entries, strict=True):
+            block = self._take_block()
+            self.tiers.load(entry, block.block_id)
+            table.append(block)
+            node = self._publish(tip, hit.tokens, block)
+            assert node.block is block, "a block was loaded that is there"
+            node.digest, node.last_used = hit.digest, self._clock
+            tip = self._advance(table, node)
+        self._move_tip(table, tip)
 
     def _open(self, table: _BlockTable, partial: PartialMatch) -> None:
         """Let the table's open block start with the matched tokens."""
@@ -168,6 +189,7 @@ class KVCacheManager:
 
     def finish_step(self) -> None:
         """The step's copies are made: let go of their sources."""
+        self.tiers.end_step()
         sources, self._copy_sources = self._copy_sources, []
         for source in sources:
             self._release(source)
@@ -184,10 +206,12 @@ class KVCacheManager:
 
     def _take_block(self) -> Block:
         if self._pool.num_free == 0:
-            victim = self._tree.evict()
+            victim = self._tree.victim()
             assert victim is not None, "every cached block must be reachable by evicting leaves"
             self.num_evicted_blocks += 1
-            self._pool.reclaim(victim)
+            if len(victim.tokens) == self.block_size:
+                self.tiers.offload(victim)
+            self._pool.reclaim(self._tree.remove(victim))
         return self._pool.allocate()
 
     def _release(self, block: Block) -> None:
@@ -208,10 +232,17 @@ class KVCacheManager:
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             node = self._publish(tip, tokens, table.blocks[index])
             self._adopt(table, index, node)
-            table.num_committed += 1
-            tip = node if table.num_committed != table.num_public_blocks else self._tree.branch(node, table.namespace)
+            tip = self._advance(table, node)
         if self._tree.allow_partial:
             table.note_open(tuple(token_ids[table.num_committed * size : num_computed_tokens]))
+        self._move_tip(table, tip)
+
+    def _advance(self, table: _BlockTable, node: PrefixNode) -> PrefixNode:
+        """One more of the table's blocks is in the tree, as ``node``; returns where the next one will hang."""
+        table.num_committed += 1
+        return node if table.num_committed != table.num_public_blocks else self._tree.branch(node, table.namespace)
+
+    def _move_tip(self, table: _BlockTable, tip: PrefixNode) -> None:
         if tip is not table.tip:
             self._tree.hang(tip, table.open)
             self._tree.unhang(table.tip, table.open)
@@ -256,6 +287,10 @@ class KVCacheManager:
         if block is not None and not self._tree.covers(table.tip, tokens):
             self._publish(table.tip, tokens, block)
 
+    def full_nodes(self) -> Iterator[PrefixNode]:
+        """Every published full block, in no order. Read only."""
+        return (node for node in self._tree.nodes() if len(node.tokens) == self.block_size)
+
     def block_table(self, request_id: str) -> list[int]:
         """The request's block ids in token order. Read only."""
         return self._tables[request_id].block_ids
@@ -264,6 +299,7 @@ class KVCacheManager:
         """Assert that tables, pool and tree agree. For tests: walks everything."""
         self._pool.check_integrity()
         nodes = self._tree.check_integrity()
+        self.tiers.check_integrity()
         references: dict[int, int] = {}
         for block in (*(block for table in self._tables.values() for block in table.blocks), *self._copy_sources):
             references[block.block_id] = references.get(block.block_id, 0) + 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from engine.kv.block import Block, OpenBlock, PrefixNode, Tokens
 from engine.kv.eviction import EvictionPolicy
+from engine.kv.tiers import Tier, TierHit
 from engine.request import Namespace
 
 
@@ -35,13 +36,32 @@ class PrefixMatch:
     """The longest run of resident tokens that a prompt starts with. A finding only: nothing is held by it.
 
     ``nodes`` are full blocks, shared as they are; ``partial`` follows on them, to be copied from. The first
-    ``num_public_blocks`` blocks of the request belong to the public tree, resident or not.
+    ``num_public_blocks`` blocks of the request belong to the public tree, resident or not. ``below`` are the blocks that follow
+    on ``nodes`` in the tiers: the leading ready ones are counted as resident and stand before any partial.
     """
 
     nodes: tuple[PrefixNode, ...]
     num_tokens: int
     partial: PartialMatch | None = None
     num_public_blocks: int = 0
+    below: tuple[TierHit, ...] = ()
+
+    @property
+    def ready(self) -> tuple[TierHit, ...]:
+        """The blocks that a step can load at once."""
+        return tuple(takewhile(lambda hit: hit.is_ready, self.below))
+
+    def num_tier_tokens(self, tier: Tier) -> int:
+        """Tokens of the ready blocks that this tier is to be thanked for."""
+        return sum(len(hit.tokens) for hit in self.ready if hit.tier is tier)
+
+    def continued(self, below: tuple[TierHit, ...]) -> PrefixMatch:
+        match = replace(self, below=below)
+        ready = match.ready
+        if not ready:
+            return match
+        match = match.without_partial()
+        return replace(match, num_tokens=match.num_tokens + sum(len(hit.tokens) for hit in ready))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -210,10 +230,9 @@ class PrefixTree:
         if node.is_evictable:
             self._policy.add(node)
 
-    def evict(self) -> Block | None:
-        """Forget the policy's victim and return its block; None when nothing is evictable."""
-        node = self._policy.pop()
-        return self.remove(node) if node is not None else None
+    def victim(self) -> PrefixNode | None:
+        """The policy's choice, to be removed now; None when nothing is evictable."""
+        return self._policy.pop()
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Every node that holds a block."""

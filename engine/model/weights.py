@@ -56,13 +56,13 @@ class ModelWeights:
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self._tensors())
+        return sum(tensor.numel() for tensor in self.tensors())
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
         """Each tensor once."""
         yield self.embed
         yield self.final_norm

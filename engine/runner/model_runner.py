@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.kv.storage import KVStorage
+from engine.kv.offload import HostBuffer
 from engine.model.llama import Model
 from engine.model.rope import RopeTable
 from engine.runner.batch import ForwardBatch, build_batch
@@ -17,12 +17,13 @@ class ModelRunner:
     """The model over the paged cache; see ``Runner``."""
 
     def __init__(
-        self, model: Model, rope: RopeTable, attention: AttentionBackend, storage: KVStorage, device: torch.device
+        self, model: Model, rope: RopeTable, attention: AttentionBackend, host: HostBuffer, device: torch.device
     ) -> None:
         self._model = model
         self._rope = rope
         self._attention = attention
-        self._storage = storage
+        self._host = host
+        self._storage = host.storage
         self._device = device
 
     @torch.inference_mode()
@@ -36,6 +37,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[ForwardBatch, torch.Tensor]:
         """The batch, and logits [samples, vocab_size] of the sequences that sample; makes the copies, writes the step's K and V."""
+        self._host.move(plan.stores, plan.loads)
         for copy in plan.copies:
             self._storage.copy(copy)
         batch = build_batch(plan, self._rope, self._storage.format.block_size, self._device)

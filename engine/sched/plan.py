@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.kv.block import BlockCopy
+from engine.kv.moves import BlockLoad, BlockStore
 from engine.request import SamplingParams
 
 
@@ -45,11 +46,13 @@ class ScheduledSequence:
 class StepPlan:
     """One step. Each request once; the tokens are within the budget; no two sequences write to one block.
 
-    ``copies`` are made first, in their order, before any of the sequences' tokens is computed.
+    ``stores``, then ``loads``, then ``copies`` are made first, each in its order, before any of the sequences' tokens is computed.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
+    stores: tuple[BlockStore, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
 
     @property
     def num_tokens(self) -> int:

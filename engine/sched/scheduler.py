@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 from engine.kv.manager import KVCacheManager
 from engine.kv.prefix import PrefixMatch
+from engine.kv.tiers import Tier
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sched.inflight import InFlight
 from engine.sched.plan import SampledToken, SampledTokens, SampleSpec, ScheduledSequence, StepPlan
+from engine.sched.promotion import Promotions
 from engine.sched.waiting import WaitingQueue
 from engine.stats import Admission
 
@@ -69,6 +71,7 @@ class Scheduler:
         self._clock = clock
         self._waiting = WaitingQueue()
         self._in_flight = InFlight(manager.block_size, allow_partial=manager.allow_partial)
+        self._promotions = Promotions(manager.tiers, clock)
         self._running: dict[str, Request] = {}
         self._counts = StepCounts()
 
@@ -109,17 +112,22 @@ class Scheduler:
         return TokenEvent(request_id, None, FinishReason.ABORT, num_cached_tokens=request.num_cached_tokens)
 
     def schedule(self) -> StepPlan:
-        """Choose the next step's tokens and give them blocks. The plan is empty only when nothing runs or waits."""
+        """Choose the next step's tokens and give them blocks. The plan is empty only when nothing runs, or waits for anything but
+        the disk."""
         draft = _Draft(self.max_num_batched_tokens)
         num_preemptions = self._counts.num_preemptions
         self._schedule_running(draft)
         if self._counts.num_preemptions == num_preemptions:
             self._schedule_waiting(draft)
         sequences = tuple(self._sequence(self._running[request_id], n) for request_id, n in draft.chosen.items())
-        plan = StepPlan(sequences, copies=self.manager.take_copies())
+        tiers = self.manager.tiers
+        plan = StepPlan(sequences, copies=self.manager.take_copies(), stores=tiers.stores, loads=tiers.loads)
         self._counts.num_scheduled_tokens += plan.num_tokens
-        assert sequences or not self.has_work, "there is work, but no step for it"
+        assert sequences or not self.has_work or self._waits_for_disk(), "there is work, but no step for it"
         return plan
+
+    def _waits_for_disk(self) -> bool:
+        return not self._running and any(self._promotions.holds(request.request_id) for request in self._waiting)
 
     def _schedule_running(self, draft: _Draft) -> None:
         by_arrival = list(self._running.values())
@@ -154,15 +162,17 @@ class Scheduler:
         self._counts.num_preemptions += 1
 
     def _schedule_waiting(self, draft: _Draft) -> None:
-        """Admit in the queue's order until one does not fit. Those held back for a running one are passed by, not waited for.
+        """Admit in the queue's order until one does not fit. Those held back for a running one, or for the disk, are passed by, not
+        waited for.
 
         At most ``max_num_seqs`` are looked at, so that a long queue that can all be held back does not hold up the step.
         """
+        self._promotions.give_up_overdue()
         num_looks = self.max_num_seqs
         for request in tuple(self._waiting) if self._has_room(draft) else ():
             if not self._has_room(draft) or num_looks == 0:
                 return
-            if self._in_flight.is_held(request.request_id, self._running):
+            if self._is_held(request):
                 continue
             num_looks -= 1
             match = self.manager.match_prefix(request.namespace, request.token_ids, request.num_public_tokens)
@@ -171,7 +181,12 @@ class Scheduler:
             fitting = self._fitting(match, request)
             if fitting is None:
                 return
+            if self._promotions.start(request.request_id, match):
+                continue
             self._admit(request, fitting, draft)
+
+    def _is_held(self, request: Request) -> bool:
+        return self._promotions.holds(request.request_id) or self._in_flight.is_held(request.request_id, self._running)
 
     def _has_room(self, draft: _Draft) -> bool:
         return draft.budget > 0 and len(self._running) < self.max_num_seqs
@@ -188,7 +203,7 @@ class Scheduler:
     def _admit(self, request: Request, match: PrefixMatch, draft: _Draft) -> None:
         self._waiting.remove(request.request_id)
         self.manager.admit(request.request_id, request.namespace, match)
-        self._note_admission(request, match.num_tokens)
+        self._note_admission(request, match)
         num_tokens = min(request.num_uncomputed_tokens, draft.budget)
         allocated = self.manager.allocate(request.request_id, request.num_computed_tokens + num_tokens)
         assert allocated, "can_admit promised these blocks"
@@ -199,17 +214,26 @@ class Scheduler:
         missing = (self.manager.num_missing_blocks(r.request_id, r.num_tokens + 1) for r in self._running.values())
         return sum(missing)
 
-    def _note_admission(self, request: Request, num_matched: int) -> None:
+    def _note_admission(self, request: Request, match: PrefixMatch) -> None:
+        self._promotions.forget(request.request_id)
         num_resident = self._in_flight.forget(request.request_id)
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_matched
-            wait = self._clock() - request.arrival_time
-            num_in_flight = max(0, num_matched - num_resident) if num_resident is not None else 0
+            request.num_cached_tokens = match.num_tokens
+            num_host, num_disk = match.num_tier_tokens(Tier.HOST), match.num_tier_tokens(Tier.DISK)
+            num_on_device = match.num_tokens - num_host - num_disk
             self._counts.admissions.append(
-                Admission(request.request_id, request.num_prompt_tokens, num_matched, wait, num_in_flight)
+                Admission(
+                    request.request_id,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_cached_tokens=match.num_tokens,
+                    queue_seconds=self._clock() - request.arrival_time,
+                    num_in_flight_tokens=max(0, num_on_device - num_resident) if num_resident is not None else 0,
+                    num_host_tokens=num_host,
+                    num_disk_tokens=num_disk,
+                )
             )
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_matched
+        request.num_computed_tokens = match.num_tokens
         self._running[request.request_id] = request
         self._note_covered(request)
 
@@ -278,6 +302,7 @@ class Scheduler:
         return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._promotions.forget(request.request_id)
         if self._running.pop(request.request_id, None) is not None:
             self.manager.free(request.request_id)
         self._in_flight.forget(request.request_id)

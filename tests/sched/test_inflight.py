@@ -184,7 +184,9 @@ def test_nothing_is_computed_twice_but_ends_shorter_than_a_block(seed: int, bloc
     rng = random.Random(seed)
     stems = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
     core, runner = make_core(make_scheduler(num_blocks=2000, block_size=block_size, budget=budget))
-    prompts = [rng.choice(stems)[: rng.randrange(0, 40)] + [rng.randrange(3) for _ in range(rng.randrange(1, 6))] for _ in range(20)]
+    prompts = [
+        rng.choice(stems)[: rng.randrange(0, 40)] + [rng.randrange(3) for _ in range(rng.randrange(1, 6))] for _ in range(20)
+    ]
     requests = [make_request(str(i), prompt, max_tokens=rng.randrange(1, 6)) for i, prompt in enumerate(prompts)]
     for request in requests[:10]:
         core.add(request)
@@ -194,7 +196,9 @@ def test_nothing_is_computed_twice_but_ends_shorter_than_a_block(seed: int, bloc
     distinct = {tuple(r.token_ids[:n]) for r in requests for n in range(1, r.num_computed_tokens + 1)}
     assert len(distinct) <= runner.num_computed <= len(distinct) + block_size * len(requests)
     for request in requests:
-        assert request.token_ids[request.num_prompt_tokens :] == expected_tokens(request.prompt_token_ids, request.num_output_tokens)
+        assert request.token_ids[request.num_prompt_tokens :] == expected_tokens(
+            request.prompt_token_ids, request.num_output_tokens
+        )
 
 
 class CountingManager(KVCacheManager):
@@ -212,9 +216,7 @@ class ZeroRunner:
 
 def test_a_thousand_requests_that_wait_for_one_long_prefix_cost_little() -> None:
     manager = CountingManager(num_blocks=2000, block_size=16)
-    scheduler = Scheduler(
-        manager, max_num_seqs=64, max_num_batched_tokens=512, eos_token_ids=(EOS,), clock=time.monotonic
-    )
+    scheduler = Scheduler(manager, max_num_seqs=64, max_num_batched_tokens=512, eos_token_ids=(EOS,), clock=time.monotonic)
     core = EngineCore(scheduler, ZeroRunner(), block_bytes=64, clock=time.monotonic)
     prefix = [i % 50_000 for i in range(12_000)]
     for index in range(1000):

@@ -133,6 +133,26 @@ async def test_a_second_signal_ends_at_once() -> None:
         assert time.monotonic() - began < 3
 
 
+async def test_the_engine_gets_the_rest_of_the_shutdown_timeout_to_keep_its_cache() -> None:
+    async with serving(engine={"flush_takes": 20.0}, settings={"shutdown_timeout": 0.5}) as server:
+        await server.ready()
+        began = time.monotonic()
+        server.signal()
+        assert await server.status(4) == 0
+        assert 0.4 < time.monotonic() - began < 3
+
+
+async def test_a_second_signal_cuts_that_short() -> None:
+    async with serving(engine={"flush_takes": 20.0}) as server:
+        await server.ready()
+        server.signal()
+        await asyncio.sleep(0.5)
+        began = time.monotonic()
+        server.signal()
+        assert await server.status(4) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 2
+
+
 @pytest.mark.parametrize("plan", [{"make_seconds": 60}, {"engine": {"start_seconds": 60}}])
 async def test_while_it_starts_it_answers_503_and_a_signal_ends_it(plan) -> None:
     async with serving(**plan, settings={"host": "127.0.0.1"}) as server:

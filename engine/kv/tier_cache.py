@@ -1,0 +1,358 @@
+"""The tiers below the device: evicted blocks go to host memory, from there to the disk, and come back when a prompt matches.
+
+Knows digests, host slots and which copies a step has to make. Does not know requests, the tree's structure or bytes. Blocks are
+kept in both places: a block that was loaded stays in host memory, one that was stored on the disk too, until its place is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.kv.block import PrefixNode, Tokens
+from engine.kv.digest import Digester, child_digest
+from engine.kv.disk_worker import DeleteDone, DiskIO, Done, ReadDone, ScanDone, WriteDone
+from engine.kv.moves import BlockLoad, BlockStore
+from engine.kv.prefix import public_namespace
+from engine.kv.tiers import PREFIX_BYTES, BlockKey, DiskTier, HostEntry, HostTier, Tier, TierHit
+from engine.request import Namespace
+
+_MAX_WRITES = 8  # under way at a time; each keeps a host slot
+
+
+@dataclass(slots=True, eq=False)
+class Promotion:
+    """Disk blocks on their way to host memory, and the host blocks that they continue. All are held until it is done."""
+
+    entries: tuple[HostEntry, ...]
+
+    @property
+    def is_done(self) -> bool:
+        """Every block is there, or has turned out to be unusable."""
+        return all(entry.is_ready or entry.is_orphan for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """How many blocks were forgotten in each tier."""
+
+    num_host_blocks: int
+    num_disk_blocks: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the step in the making copies. One store for each slot: of two, only the later content is wanted."""
+
+    stores: dict[int, tuple[BlockStore, HostEntry]] = field(default_factory=dict)
+    loads: list[tuple[BlockLoad, HostEntry]] = field(default_factory=list)
+
+
+class TierCache:
+    """Host and disk tier as the manager sees them. Within a step, in this order: any of match, reserve, load and offload; then
+    stores and loads, which the runner executes; then end_step. ``poll`` takes in what the disk has done, between steps.
+    """
+
+    def __init__(self, digester: Digester, host: HostTier, disk: DiskTier, io: DiskIO) -> None:
+        self.host = host
+        self.disk = disk
+        self._digester = digester
+        self._io = io
+        self._step = _Step()
+        self._unwritten: dict[bytes, HostEntry] = {}  # oldest first
+        self._writing: dict[bytes, HostEntry] = {}
+        self._reading: dict[bytes, HostEntry] = {}
+        self._deleting: set[bytes] = set()
+        self._promotions: list[Promotion] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether ``poll`` has something to wait for."""
+        return bool(self._unwritten or self._writing or self._reading or self._deleting)
+
+    @property
+    def unwritten(self) -> list[HostEntry]:
+        """Host blocks that are not on the disk, the most recently used first."""
+        return [entry for entry in self.host.by_use() if entry.is_ready and self.disk.find(entry.digest) is None]
+
+    def digest(self, node: PrefixNode) -> bytes:
+        """What ``drop`` knows the node's block by."""
+        return self._digester.of(node)
+
+    def match(
+        self,
+        namespace: Namespace,
+        nodes: Sequence[PrefixNode],
+        token_ids: Sequence[int],
+        num_public_blocks: int,
+        block_size: int,
+    ) -> tuple[TierHit, ...]:
+        """Which full blocks of the prompt follow in the tiers on ``nodes``, the full blocks that the device has.
+
+        The first ``num_public_blocks`` belong to no salt. As everywhere, one token at least is left to compute.
+        """
+        if not self.host.num_slots:
+            return ()
+        hits: list[TierHit] = []
+        top = public_namespace(namespace) if num_public_blocks else namespace
+        above = self._digester.of(nodes[-1]) if nodes else self._digester.of_root(top)
+        for index in range(len(nodes), (len(token_ids) - 1) // block_size):
+            is_branch = index == num_public_blocks and index > 0
+            parent = self._digester.of_root(namespace, above) if is_branch else above
+            tokens = tuple(token_ids[index * block_size : (index + 1) * block_size])
+            hit = self._hit(child_digest(parent, tokens), above, tokens)
+            if hit is None:
+                break
+            hits.append(hit)
+            above = hit.digest
+        return tuple(hits)
+
+    def _hit(self, digest: bytes, above: bytes, tokens: Tokens) -> TierHit | None:
+        entry = self.host.find(digest)
+        if entry is not None:
+            tier = Tier.DISK if entry.is_from_disk else Tier.HOST
+            return TierHit(digest, above, tokens, tier, entry.is_ready)
+        if self.disk.find(digest) is not None:
+            return TierHit(digest, above, tokens, Tier.DISK, is_ready=False)
+        return None
+
+    def offload(self, node: PrefixNode) -> None:
+        """The device is about to forget the node's full block: keep it in host memory, if there is a slot to be had.
+
+        To be called while the node still hangs in the tree, and for no block that was loaded in this very step.
+        """
+        if not self.host.num_slots:
+            return
+        assert node.block is not None
+        block_id = node.block.block_id
+        assert all(load.block_id != block_id for load, _ in self._step.loads), "a block was evicted before it was loaded"
+        digest = self._digester.of(node)
+        known = self.host.find(digest)
+        if known is not None:
+            self.host.touch(known)
+            self.disk.touch(digest)
+            return
+        if not self._make_room():
+            return
+        entry = self.host.add(digest, self._digester.above(node))
+        self._step.stores[entry.slot] = (BlockStore(block_id, entry.slot), entry)
+
+    def _make_room(self) -> bool:
+        """See to a free host slot. What is lost with the old content, if it is not on the disk, has to be computed again."""
+        if self.host.num_free:
+            return True
+        evicted = self.host.evict()
+        if evicted is None:
+            return False
+        self._unwritten.pop(evicted.digest, None)
+        self._step.stores.pop(evicted.slot, None)
+        return True
+
+    def reserve(self, hits: Sequence[TierHit]) -> tuple[HostEntry, ...]:
+        """Hold the leading ready hits, so that making room for them does not evict them. Each must be loaded in this step."""
+        entries: list[HostEntry] = []
+        for hit in hits:
+            entry = self.host.find(hit.digest)
+            if entry is None or not entry.is_ready:
+                break
+            self.host.pin(entry)
+            entries.append(entry)
+        return tuple(entries)
+
+    def load(self, entry: HostEntry, block_id: int) -> None:
+        """Copy a reserved entry's bytes to the device block in this step."""
+        self._step.loads.append((BlockLoad(entry.slot, block_id), entry))
+
+    @property
+    def stores(self) -> tuple[BlockStore, ...]:
+        """The step's copies to host memory."""
+        return tuple(store for store, _ in self._step.stores.values())
+
+    @property
+    def loads(self) -> tuple[BlockLoad, ...]:
+        """The step's copies to the device, after the stores."""
+        return tuple(load for load, _ in self._step.loads)
+
+    def end_step(self) -> None:
+        """The copies have been made: what was stored may go on to the disk."""
+        step, self._step = self._step, _Step()
+        for _, entry in reversed(step.loads):  # the deepest block is then the least recently used of its chain
+            entry.is_from_disk = False
+            self.host.unpin(entry)
+        for _, entry in step.stores.values():
+            if not entry.is_orphan and self.disk.max_bytes and self.disk.find(entry.digest) is None:
+                self._unwritten[entry.digest] = entry
+        self._start_writes()
+
+    def _start_writes(self) -> None:
+        limit = max(1, min(_MAX_WRITES, self.host.num_slots // 2))
+        for digest in [*self._unwritten]:
+            if len(self._writing) >= limit:
+                return
+            if digest in self._writing or digest in self._deleting:
+                continue  # an older write or a deletion of the same name comes first
+            entry = self._unwritten.pop(digest)
+            self.host.pin(entry)
+            self._writing[digest] = entry
+            self._io.write(self._key(entry), entry.slot)
+
+    def _key(self, entry: HostEntry) -> BlockKey:
+        return BlockKey.of(self._io.model, entry.digest, entry.above)
+
+    def promote(self, hits: Sequence[TierHit]) -> Promotion:
+        """Start reading the hits' disk blocks into host memory, as far as slots can be had; the rest stays where it is."""
+        entries: list[HostEntry] = []
+        for hit in hits:
+            entry = self.host.find(hit.digest)
+            if entry is not None:
+                self.host.pin(entry)
+            else:
+                entry = self._start_read(hit)
+                if entry is None:
+                    break
+            entries.append(entry)
+        for entry in reversed(entries):  # of a chain, the beginning must be deleted last
+            self.disk.touch(entry.digest)
+        promotion = Promotion(tuple(entries))
+        self._promotions.append(promotion)
+        return promotion
+
+    def _start_read(self, hit: TierHit) -> HostEntry | None:
+        key = self.disk.find(hit.digest)
+        if key is None or key.digest in self._reading or not self._make_room():
+            return None
+        entry = self.host.add(hit.digest, hit.above, is_ready=False)
+        entry.is_from_disk = True
+        self.host.pin(entry)  # for the promotion
+        self.host.pin(entry)  # for the read
+        self._reading[entry.digest] = entry
+        self._io.read(key, entry.slot)
+        return entry
+
+    def poll(self) -> None:
+        """Take in what the disk has done. Not between a step's schedule and its end_step."""
+        assert not self._step.loads
+        for done in self._io.poll():
+            self._take_in(done)
+        for promotion in [promotion for promotion in self._promotions if promotion.is_done]:
+            self._promotions.remove(promotion)
+            for entry in reversed(promotion.entries):
+                self.host.unpin(entry)
+        self._start_writes()
+
+    def wait(self, seconds: float) -> None:
+        """Return when the disk has done something, or after that time."""
+        self._io.wait(seconds)
+
+    def _take_in(self, done: Done) -> None:
+        if isinstance(done, ReadDone):
+            self._end_read(done)
+        elif isinstance(done, WriteDone):
+            self._end_write(done)
+        elif isinstance(done, DeleteDone):
+            self._deleting.discard(done.key.digest)
+        elif isinstance(done, ScanDone):
+            self.disk.reconcile(done.found, self._deleting)
+            self._delete(self.disk.overflow())
+
+    def _end_read(self, done: ReadDone) -> None:
+        entry = self._reading.pop(done.key.digest)
+        if done.ok:
+            entry.is_ready = True
+        else:
+            self.disk.remove(done.key.digest)
+            if not entry.is_orphan:
+                self.host.forget(entry)
+        self.host.unpin(entry)
+
+    def _end_write(self, done: WriteDone) -> None:
+        entry = self._writing.pop(done.key.digest)
+        was_dropped = entry.is_orphan
+        self.host.unpin(entry)
+        if done.stored is None:
+            return
+        if was_dropped:
+            self._delete([done.key])
+            return
+        self.disk.add(done.stored)
+        self._delete(self.disk.overflow())
+
+    def _delete(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self._deleting.add(key.digest)
+            self._io.delete(key)
+
+    def drop(self, digest: bytes) -> Dropped:
+        """Forget the block and all that continue it, in host memory and on the disk. Between steps only."""
+        below: dict[bytes, set[bytes]] = {}
+        for entry in self.host:
+            below.setdefault(entry.above[:PREFIX_BYTES], set()).add(entry.digest)
+        for block in self.disk:
+            below.setdefault(block.key.above, set()).add(block.key.digest)
+        doomed, stack = {digest}, [digest]
+        while stack:
+            for child in below.get(stack.pop()[:PREFIX_BYTES], ()):
+                if child not in doomed:
+                    doomed.add(child)
+                    stack.append(child)
+        return self._forget(doomed)
+
+    def reset(self) -> Dropped:
+        """Forget everything of this model and format, in host memory and on the disk. Between steps only."""
+        own = {block.key.digest for block in self.disk if block.key.model == self._io.model}
+        return self._forget(own | {entry.digest for entry in self.host})
+
+    def _forget(self, digests: set[bytes]) -> Dropped:
+        entries = [entry for digest in digests if (entry := self.host.find(digest)) is not None]
+        keys = [key for digest in digests if (key := self.disk.find(digest)) is not None]
+        for entry in entries:
+            self._unwritten.pop(entry.digest, None)
+            self.host.forget(entry)
+        for key in keys:
+            self.disk.remove(key.digest)
+        self._delete(keys)
+        return Dropped(len(entries), len(keys))
+
+    def check_integrity(self) -> None:
+        """Assert that indexes, jobs and pins agree. For tests, between steps."""
+        self.host.check_integrity()
+        self.disk.check_integrity()
+        pins: dict[HostEntry, int] = {}
+        for holder in (self._writing.values(), self._reading.values(), *(p.entries for p in self._promotions)):
+            for entry in holder:
+                pins[entry] = pins.get(entry, 0) + 1
+        for _, entry in self._step.loads:
+            pins[entry] = pins.get(entry, 0) + 1
+        for entry in (*self.host, *pins):
+            assert entry.pins == pins.get(entry, 0), "a host slot is pinned by nobody, or not by one who relies on it"
+            assert entry.is_ready or entry.is_orphan or entry.digest in self._reading
+        for digest, entry in self._unwritten.items():
+            assert self.host.find(digest) is entry, "a block waits to be written that is no longer there"
+
+
+class NoDisk(DiskIO):
+    """Where no disk cache was asked for: nothing is ever found there, so nothing is asked of it."""
+
+    @property
+    def model(self) -> bytes:
+        return bytes(PREFIX_BYTES)
+
+    def read(self, key: BlockKey, slot: int) -> None:
+        raise AssertionError("there is no disk cache to read from")
+
+    def write(self, key: BlockKey, slot: int) -> None:
+        raise AssertionError("there is no disk cache to write to")
+
+    def delete(self, key: BlockKey) -> None:
+        raise AssertionError("there is no disk cache to delete from")
+
+    def poll(self) -> Sequence[Done]:
+        return ()
+
+    def wait(self, seconds: float) -> None:
+        raise AssertionError("there is no disk cache to wait for")
+
+
+def no_tiers() -> TierCache:
+    """A tier cache that holds nothing."""
+    return TierCache(Digester(bytes(32)), HostTier(0), DiskTier(0), NoDisk())
