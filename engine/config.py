@@ -11,11 +11,16 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV cache. ``memory_bytes`` wins over ``fraction`` (of the memory that is free after the weights are loaded)."""
+    """The KV cache. ``memory_bytes`` wins over ``fraction`` (of the memory that is free after the weights are loaded).
+
+    Pins may hold ``pin_budget_bytes`` or, where that is None, ``pin_budget_fraction`` of the cache.
+    """
 
     block_size: int = 16
     memory_bytes: int | None = None
     fraction: float = 0.4
+    pin_budget_bytes: int | None = None
+    pin_budget_fraction: float = 0.25
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:
@@ -24,6 +29,10 @@ class CacheConfig:
             raise ConfigError(f"KV cache memory must be positive, got {self.memory_bytes} bytes")
         if not 0.0 < self.fraction <= 1.0:
             raise ConfigError(f"KV cache fraction must be above 0 and at most 1, got {self.fraction}")
+        if self.pin_budget_bytes is not None and self.pin_budget_bytes < 0:
+            raise ConfigError(f"pin budget must not be negative, got {self.pin_budget_bytes} bytes")
+        if not 0.0 <= self.pin_budget_fraction <= 1.0:
+            raise ConfigError(f"pin budget must be a share between 0 and 1, got {self.pin_budget_fraction}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

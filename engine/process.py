@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -15,8 +16,23 @@ import zmq
 
 from engine import errors
 from engine.config import EngineConfig
+from engine.control import CacheControl
 from engine.core import EngineCore
-from engine.messages import Abort, Add, Failed, FromEngine, Outputs, Progress, Ready, Stop, ToEngine, decoder_to_engine, encode
+from engine.messages import (
+    Abort,
+    Add,
+    Control,
+    ControlReply,
+    Failed,
+    FromEngine,
+    Outputs,
+    Progress,
+    Ready,
+    Stop,
+    ToEngine,
+    decoder_to_engine,
+    encode,
+)
 from engine.request import Request, TokenEvent
 
 
@@ -41,12 +57,13 @@ class Mailbox:
     def send(self, message: FromEngine) -> None:
         self._outbox.send(encode(message))
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """All messages that have come; with ``wait``, at least one."""
+    def receive(self, wait_seconds: float | None) -> list[ToEngine]:
+        """All messages that have come. If none has, wait for one: for ``wait_seconds``, or with None for as long as it takes."""
         messages: list[ToEngine] = []
-        while wait or self._inbox.poll(0):
+        timeout = None if wait_seconds is None else math.ceil(1000 * wait_seconds)
+        while self._inbox.poll(timeout):
             messages.append(self._decoder.decode(self._inbox.recv()))
-            wait = False
+            timeout = 0
         return messages
 
 
@@ -57,18 +74,22 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
     return socket
 
 
-def run_loop(core: EngineCore, mailbox: Mailbox) -> None:
-    """Step while there is work, sleep on the inbox while there is none. Returns when told to stop."""
+def run_loop(core: EngineCore, control: CacheControl, mailbox: Mailbox) -> None:
+    """Step while there is work; without, sleep on the inbox until a message or the end of a pin. Returns when told to stop."""
     while True:
-        messages = mailbox.receive(wait=not core.has_work)
+        messages = mailbox.receive(0 if core.has_work else control.seconds_to_expiry)
         if any(isinstance(message, Stop) for message in messages):
             return
+        has_expired = control.expire()
         ended = _apply(core, messages)
+        replies = [ControlReply(m.control_id, control.apply(m.command)) for m in messages if isinstance(m, Control)]
         if core.has_work:
             output = core.step()
             mailbox.send(Outputs((*ended, *output.events), output.admissions, output.stats))
-        elif messages:
+        elif messages or has_expired:
             mailbox.send(Outputs(tuple(ended), (), core.idle_stats()))
+        for reply in replies:  # behind the counts that they changed, so that nobody sees the old ones after an answer
+            mailbox.send(reply)
 
 
 def _apply(core: EngineCore, messages: list[ToEngine]) -> list[TokenEvent]:
@@ -84,6 +105,7 @@ def _apply(core: EngineCore, messages: list[ToEngine]) -> list[TokenEvent]:
                     seed=message.seed,
                     namespace=message.namespace,
                     arrival_time=message.arrival_time,
+                    num_public_tokens=message.num_public_tokens,
                 )
             )
         elif isinstance(message, Abort):
@@ -125,7 +147,7 @@ def main() -> int:
         return 2
     mailbox.send(Ready(engine.info))
     mailbox.send(Outputs((), (), engine.core.idle_stats()))
-    run_loop(engine.core, mailbox)
+    run_loop(engine.core, CacheControl(engine.core.scheduler.manager), mailbox)
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.kv.history import FoundTokens
 from engine.kv.manager import KVCacheManager
 from engine.kv.prefix import PrefixMatch
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
@@ -205,9 +206,9 @@ class Scheduler:
             request.num_cached_tokens = num_matched
             wait = self._clock() - request.arrival_time
             num_in_flight = max(0, num_matched - num_resident) if num_resident is not None else 0
-            self._counts.admissions.append(
-                Admission(request.request_id, request.num_prompt_tokens, num_matched, wait, num_in_flight)
-            )
+            found = FoundTokens(device=num_matched - num_in_flight, in_flight=num_in_flight)
+            sources = self.manager.sources(request.namespace, request.prompt_token_ids, request.num_public_tokens, found)
+            self._counts.admissions.append(Admission(request.request_id, request.num_prompt_tokens, num_matched, wait, sources))
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_matched
         self._running[request.request_id] = request

@@ -40,7 +40,7 @@ def run(core: EngineCore, *requests: Request) -> list[Admission]:
 def test_requests_that_arrive_in_one_step_compute_their_prefix_once() -> None:
     core, runner = make_core(make_scheduler())
     admissions = run(core, *(make_request(name, PROMPT, max_tokens=1) for name in "abc"))
-    assert [(a.num_cached_tokens, a.num_in_flight_tokens) for a in admissions] == [(0, 0), (29, 29), (29, 29)]
+    assert [(a.num_cached_tokens, a.sources.in_flight) for a in admissions] == [(0, 0), (29, 29), (29, 29)]
     assert runner.num_computed == 30 + 1 + 1
 
 
@@ -48,7 +48,7 @@ def test_what_was_resident_before_is_not_counted_as_in_flight() -> None:
     core, runner = make_core(make_scheduler())
     run(core, make_request("0", PROMPT[:10], max_tokens=1))
     admissions = run(core, make_request("a", PROMPT, max_tokens=1), make_request("b", [*PROMPT[:25], 1, 2], max_tokens=1))
-    assert [(a.num_cached_tokens, a.num_in_flight_tokens) for a in admissions] == [(10, 0), (25, 15)]
+    assert [(a.num_cached_tokens, a.sources.in_flight) for a in admissions] == [(10, 0), (25, 15)]
     assert runner.num_computed == 10 + 20 + 2
 
 
@@ -159,7 +159,9 @@ def test_nothing_is_computed_twice_but_ends_shorter_than_a_block(seed: int, bloc
     rng = random.Random(seed)
     stems = [[rng.randrange(3) for _ in range(40)] for _ in range(2)]
     core, runner = make_core(make_scheduler(num_blocks=2000, block_size=block_size, budget=budget))
-    prompts = [rng.choice(stems)[: rng.randrange(0, 40)] + [rng.randrange(3) for _ in range(rng.randrange(1, 6))] for _ in range(20)]
+    prompts = [
+        rng.choice(stems)[: rng.randrange(0, 40)] + [rng.randrange(3) for _ in range(rng.randrange(1, 6))] for _ in range(20)
+    ]
     requests = [make_request(str(i), prompt, max_tokens=rng.randrange(1, 6)) for i, prompt in enumerate(prompts)]
     for request in requests[:10]:
         core.add(request)
@@ -169,7 +171,9 @@ def test_nothing_is_computed_twice_but_ends_shorter_than_a_block(seed: int, bloc
     distinct = {tuple(r.token_ids[:n]) for r in requests for n in range(1, r.num_computed_tokens + 1)}
     assert len(distinct) <= runner.num_computed <= len(distinct) + block_size * len(requests)
     for request in requests:
-        assert request.token_ids[request.num_prompt_tokens :] == expected_tokens(request.prompt_token_ids, request.num_output_tokens)
+        assert request.token_ids[request.num_prompt_tokens :] == expected_tokens(
+            request.prompt_token_ids, request.num_output_tokens
+        )
 
 
 class CountingManager(KVCacheManager):
@@ -187,9 +191,7 @@ class ZeroRunner:
 
 def test_a_thousand_requests_that_wait_for_one_long_prefix_cost_little() -> None:
     manager = CountingManager(num_blocks=2000, block_size=16)
-    scheduler = Scheduler(
-        manager, max_num_seqs=64, max_num_batched_tokens=512, eos_token_ids=(EOS,), clock=time.monotonic
-    )
+    scheduler = Scheduler(manager, max_num_seqs=64, max_num_batched_tokens=512, eos_token_ids=(EOS,), clock=time.monotonic)
     core = EngineCore(scheduler, ZeroRunner(), block_bytes=64, clock=time.monotonic)
     prefix = [i % 50_000 for i in range(12_000)]
     for index in range(1000):
