@@ -192,7 +192,8 @@ class AsyncEngine:
         assert self._process is not None
         self._num_controls += 1
         control_id = self._num_controls
-        future = self._controls[control_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._controls[control_id] = future
         self._process.send(Control(control_id, command))
         try:
             result = await future
@@ -304,8 +305,8 @@ class AsyncEngine:
             process.send(Abort(event.request_id))
             return
         if output.finish_reason is not None:
-            output = replace(output, sources=stream.sources)
             self._end(stream, output.finish_reason)
+            output = replace(output, sources=stream.sources)
             if event.finish_reason is None:  # a stop string: the engine does not know it yet
                 process.send(Abort(event.request_id))
         stream.queue.put_nowait(output)

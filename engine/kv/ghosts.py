@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.kv.block import PrefixNode
 from engine.request import Namespace
 
 
-@dataclass(frozen=True, slots=True)
-class ChainKey:
+class ChainKey(NamedTuple):
     """``own`` stands for the namespace and the tokens from the start to a block's end, ``shared`` for the tokens alone."""
 
     own: int
     shared: int
 
     def child(self, tokens: tuple[int, ...]) -> ChainKey:
-        return ChainKey(hash((self.own, tokens)), hash((self.shared, tokens)))
+        block = hash(tokens)
+        return ChainKey(hash((self.own, block)), hash((self.shared, block)))
 
     def branch(self, namespace: Namespace) -> ChainKey:
         return ChainKey(hash((self.own, namespace)), self.shared)
@@ -49,7 +50,7 @@ class GhostIndex:
     def publish(self, node: PrefixNode) -> None:
         """A full block became findable below its parent."""
         assert node.parent is not None
-        key = self._key_of(node.parent).child(node.tokens)
+        key = self.key_of(node.parent).child(node.tokens)
         self._resident[node] = key
         self._own.add(key.own)
         self._num_sharing[key.shared] += 1
@@ -75,11 +76,12 @@ class GhostIndex:
         """Whether another namespace than the key's own holds a block of these tokens."""
         return self._num_sharing.get(key.shared, 0) > (key.own in self._own)
 
-    def _key_of(self, node: PrefixNode) -> ChainKey:
+    def key_of(self, node: PrefixNode) -> ChainKey:
+        """Of a resident full node, a branch or a root."""
         if node.block is not None:
             return self._resident[node]
         assert node.namespace is not None
-        return root_key(node.namespace) if node.parent is None else self._key_of(node.parent).branch(node.namespace)
+        return root_key(node.namespace) if node.parent is None else self.key_of(node.parent).branch(node.namespace)
 
     def check_integrity(self, nodes: Sequence[PrefixNode]) -> None:
         """``nodes`` are all full nodes of the tree."""
@@ -90,13 +92,21 @@ class GhostIndex:
         assert len(self._gone) <= self._capacity
 
 
-def chain_keys(
-    namespace: Namespace, public_namespace: Namespace, token_ids: Sequence[int], block_size: int, num_public_blocks: int
-) -> Iterator[ChainKey]:
-    """The keys of a prompt's full blocks, as the tree would have them: the first ``num_public_blocks`` are public."""
-    key = root_key(public_namespace if num_public_blocks else namespace)
-    for index in range(len(token_ids) // block_size):
-        if index == num_public_blocks and index:
-            key = key.branch(namespace)
-        key = key.child(tuple(token_ids[index * block_size : (index + 1) * block_size]))
-        yield key
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The way of a request through the tree: its first ``num_public_blocks`` blocks are public, the others its namespace's."""
+
+    namespace: Namespace
+    top_namespace: Namespace
+    num_public_blocks: int
+    block_size: int
+
+    def keys(self, token_ids: Sequence[int], num_blocks: int, key: ChainKey | None) -> Iterator[ChainKey]:
+        """The keys of the full blocks of the request's tokens behind the first ``num_blocks``, whose last has the ``key``."""
+        key = key if key is not None else root_key(self.top_namespace)
+        size = self.block_size
+        for index in range(num_blocks, len(token_ids) // size):
+            if index and index == self.num_public_blocks:
+                key = key.branch(self.namespace)
+            key = key.child(tuple(token_ids[index * size : (index + 1) * size]))
+            yield key

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.kv.block import PrefixNode
-from engine.kv.ghosts import ChainKey, GhostIndex
+from engine.kv.ghosts import Chain, GhostIndex
 from engine.stats import Ages, PromptSources
 
 GHOSTS_PER_BLOCK = 4
@@ -78,16 +78,17 @@ class CacheHistory:
         idles, self._evict_idles = self._evict_idles, Counter()
         return tuple(idles.items())
 
-    def label(self, num_tokens: int, found: FoundTokens, keys: Sequence[ChainKey]) -> PromptSources:
-        """Each of a prompt's ``num_tokens`` under one label; ``keys`` are those of its full blocks.
+    def label(self, prompt: Sequence[int], found: FoundTokens, nodes: Sequence[PrefixNode], chain: Chain) -> PromptSources:
+        """Each token of a prompt under one label. ``nodes`` are the resident full blocks that it starts with.
 
-        All keys are looked up, found or not: how long it takes says nothing about what others have.
+        All that follow are looked up alike: how long it takes says nothing about what others have.
         """
         evicted = elsewhere = 0
         first_gone: float | None = None
-        for end, key in enumerate(keys, start=1):
+        keys = chain.keys(prompt, len(nodes), self.ghosts.key_of(nodes[-1]) if nodes else None)
+        for number, key in enumerate(keys, start=len(nodes) + 1):
             gone, is_elsewhere = self.ghosts.gone_since(key), self.ghosts.is_elsewhere(key)
-            num_missing = max(0, min(self._block_size, end * self._block_size - found.num_tokens))
+            num_missing = max(0, min(self._block_size, number * self._block_size - found.num_tokens))
             if gone is not None:
                 evicted += num_missing
                 first_gone = first_gone if first_gone is not None or not num_missing else gone
@@ -100,6 +101,6 @@ class CacheHistory:
             in_flight=found.in_flight,
             evicted=evicted,
             other_namespace=elsewhere,
-            unseen=num_tokens - found.num_tokens - evicted - elsewhere,
+            unseen=len(prompt) - found.num_tokens - evicted - elsewhere,
             evicted_seconds=None if first_gone is None else self._clock() - first_gone,
         )

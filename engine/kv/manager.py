@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.kv.block import Block, BlockCopy, OpenBlock, PrefixNode, Tokens
 from engine.kv.eviction import EvictionPolicy, LRUPolicy
-from engine.kv.ghosts import chain_keys
+from engine.kv.ghosts import Chain
 from engine.kv.history import CacheHistory, FoundTokens
 from engine.kv.operator import CacheOperator
 from engine.kv.pins import PinLimits, Pins
@@ -294,11 +294,11 @@ class KVCacheManager:
         if block is not None and not self._tree.covers(table.tip, tokens):
             self._publish(table.tip, tokens, block)
 
-    def sources(self, namespace: Namespace, prompt: Sequence[int], num_public_tokens: int, found: FoundTokens) -> PromptSources:
-        """Where the tokens of a prompt come from of which ``found`` were found, as the cache stands now."""
-        num_public_blocks = self._tree.num_public_blocks(namespace, num_public_tokens)
-        keys = tuple(chain_keys(namespace, public_namespace(namespace), prompt, self.block_size, num_public_blocks))
-        return self.history.label(len(prompt), found, keys)
+    def sources(self, namespace: Namespace, prompt: Sequence[int], match: PrefixMatch, found: FoundTokens) -> PromptSources:
+        """Where a prompt's tokens come from, as the cache stands now: ``found`` of them were found, the first by ``match``."""
+        top = public_namespace(namespace) if match.num_public_blocks else namespace
+        chain = Chain(namespace, top, match.num_public_blocks, self.block_size)
+        return self.history.label(prompt, found, match.nodes, chain)
 
     def block_table(self, request_id: str) -> list[int]:
         """The request's block ids in token order. Read only."""

@@ -52,7 +52,8 @@ class CacheOperator:
 
     def survey(self, num_prefixes: int, num_token_ids: int) -> Survey:
         """See ``Survey``; at most ``num_prefixes`` in each ranking, with the first ``num_token_ids`` tokens of each."""
-        return survey(self._tree.tops(), num_prefixes, num_token_ids)
+        tops = [node for node in self._tree.all_nodes() if node.block is None]
+        return survey(tops, num_prefixes, num_token_ids)
 
     def _forget(self, node: PrefixNode) -> None:
         self._history.on_drop(node)

@@ -189,7 +189,7 @@ class Scheduler:
     def _admit(self, request: Request, match: PrefixMatch, draft: _Draft) -> None:
         self._waiting.remove(request.request_id)
         self.manager.admit(request.request_id, request.namespace, match)
-        self._note_admission(request, match.num_tokens)
+        self._note_admission(request, match)
         num_tokens = min(request.num_uncomputed_tokens, draft.budget)
         allocated = self.manager.allocate(request.request_id, request.num_computed_tokens + num_tokens)
         assert allocated, "can_admit promised these blocks"
@@ -200,14 +200,15 @@ class Scheduler:
         missing = (self.manager.num_missing_blocks(r.request_id, r.num_tokens + 1) for r in self._running.values())
         return sum(missing)
 
-    def _note_admission(self, request: Request, num_matched: int) -> None:
+    def _note_admission(self, request: Request, match: PrefixMatch) -> None:
+        num_matched = match.num_tokens
         num_resident = self._in_flight.forget(request.request_id)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_matched
             wait = self._clock() - request.arrival_time
             num_in_flight = max(0, num_matched - num_resident) if num_resident is not None else 0
             found = FoundTokens(device=num_matched - num_in_flight, in_flight=num_in_flight)
-            sources = self.manager.sources(request.namespace, request.prompt_token_ids, request.num_public_tokens, found)
+            sources = self.manager.sources(request.namespace, request.prompt_token_ids, match, found)
             self._counts.admissions.append(Admission(request.request_id, request.num_prompt_tokens, num_matched, wait, sources))
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_matched
