@@ -11,15 +11,24 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.control import Command, Refused, Result
 from engine.engine_process import EngineProcess
-from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError, RequestFailedError, StartupError
-from engine.messages import Abort, Add, Outputs
+from engine.errors import (
+    ContextLengthError,
+    ControlRefusedError,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestFailedError,
+    StartupError,
+)
+from engine.messages import Abort, Add, Control, ControlReply, Outputs
 from engine.request import FinishReason, Namespace, RequestOutput, SamplingParams, TokenEvent
-from engine.stats import Admission, EngineInfo, StepStats
+from engine.stats import Admission, EngineInfo, PromptSources, StepStats
 from engine.tokenizer import TextAssembler, Tokenizer
 
 logger = logging.getLogger("octavo.engine")
@@ -46,6 +55,9 @@ class EngineListener(Protocol):
 
     def on_finish(self, reason: FinishReason, seconds: float) -> None: ...
 
+    def on_ready(self, info: EngineInfo) -> None:
+        """The engine is up, for the first time or again; ``info`` is what it settled on."""
+
     def on_restart(self) -> None:
         """The engine died: nothing runs, waits or is cached any more."""
 
@@ -57,6 +69,7 @@ class _Stream:
         self.assembler = assembler
         self.arrival_time = arrival_time
         self.last_token_time: float | None = None
+        self.sources: PromptSources | None = None
         self.is_finished = False
         self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
@@ -70,17 +83,22 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         listener: EngineListener,
         on_progress: Callable[[str, float | None], None] = lambda stage, share: None,
+        public_prefixes: Sequence[Sequence[int]] = (),
     ) -> None:
+        """``public_prefixes`` are token ids whose full blocks all salts share."""
         self.tokenizer = tokenizer
         self.num_restarts = 0
         self._config = config
         self._listener = listener
         self._on_progress = on_progress
+        self._public_prefixes = tuple(tuple(prefix) for prefix in public_prefixes)
         self._status = EngineStatus.STARTING
         self._info: EngineInfo | None = None
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._streams: dict[str, _Stream] = {}
+        self._controls: dict[int, asyncio.Future[Result]] = {}
+        self._num_controls = 0
 
     @property
     def status(self) -> EngineStatus:
@@ -108,6 +126,7 @@ class AsyncEngine:
             await self._process.stop()
             self._status = EngineStatus.STOPPED
             raise
+        self._listener.on_ready(self._info)
         self._status = EngineStatus.READY
         self._supervisor = asyncio.create_task(self._supervise(self._process), name="engine-supervisor")
         self._supervisor.add_done_callback(self._on_supervisor_end)
@@ -120,7 +139,7 @@ class AsyncEngine:
             await asyncio.gather(self._supervisor, return_exceptions=True)
         if self._process is not None:
             await self._process.stop(flush_seconds)
-        self._fail_streams(EngineDeadError("the server is shutting down"))
+        self._fail_all(EngineDeadError("the server is shutting down"))
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse what cannot be served, before anything is sent.
@@ -134,6 +153,10 @@ class AsyncEngine:
         if self._status is not EngineStatus.READY or info is None:
             raise EngineDeadError(f"the engine is {self._status.value}; try again in a moment")
         check_request(info, prompt_token_ids, sampling)
+
+    def num_public_tokens(self, prompt_token_ids: Sequence[int]) -> int:
+        """How many tokens of the prompt's start are the start of a public prefix, for the one that it follows longest."""
+        return max((_common_len(prefix, prompt_token_ids) for prefix in self._public_prefixes), default=0)
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
@@ -157,6 +180,29 @@ class AsyncEngine:
         finally:
             self._close(request_id, stream)
 
+    async def control(self, command: Command) -> Result:
+        """What the engine answers to a command for its cache, applied between two steps.
+
+        Raises:
+            EngineDeadError: the engine is not up, or died before it answered; then nobody knows what it did.
+            ControlRefusedError: the cache cannot do that now; nothing has changed.
+        """
+        if self._status is not EngineStatus.READY:
+            raise EngineDeadError(f"the engine is {self._status.value}; try again in a moment")
+        assert self._process is not None
+        self._num_controls += 1
+        control_id = self._num_controls
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._controls[control_id] = future
+        self._process.send(Control(control_id, command))
+        try:
+            result = await future
+        finally:
+            del self._controls[control_id]
+        if isinstance(result, Refused):
+            raise ControlRefusedError(result.message)
+        return result
+
     def _open(
         self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, salt: str, arrival_time: float
     ) -> _Stream:
@@ -164,7 +210,8 @@ class AsyncEngine:
         stream = _Stream(TextAssembler(self.tokenizer, sampling, prompt), arrival_time)
         self._streams[request_id] = stream
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-        self._process.send(Add(request_id, prompt, sampling, seed, Namespace(salt=salt), arrival_time))
+        num_public = self.num_public_tokens(prompt)
+        self._process.send(Add(request_id, prompt, sampling, seed, Namespace(salt=salt), arrival_time, num_public))
         return stream
 
     def _close(self, request_id: str, stream: _Stream) -> None:
@@ -186,7 +233,7 @@ class AsyncEngine:
             return
         logger.critical("the supervisor of the engine failed", exc_info=supervisor.exception())
         self._status = EngineStatus.DEAD
-        self._fail_streams(EngineDeadError("the engine's supervisor failed; restart the server"))
+        self._fail_all(EngineDeadError("the engine's supervisor failed; restart the server"))
 
     async def _supervise(self, process: EngineProcess) -> None:
         """Read what the engine says; when it dies, tell everyone and start another, for as long as we run."""
@@ -194,10 +241,12 @@ class AsyncEngine:
             while (message := await process.receive()) is not None:
                 if isinstance(message, Outputs):
                     self._dispatch(process, message)
+                elif isinstance(message, ControlReply):
+                    self._answer(message)
             self._status = EngineStatus.DEAD
             logger.error("the engine process died with %d requests in flight; restarting it", len(self._streams))
             self._listener.on_restart()
-            self._fail_streams(EngineDeadError("the engine process died; it is being restarted"))
+            self._fail_all(EngineDeadError("the engine process died; it is being restarted"))
             await process.stop()
             process = await self._restart()
 
@@ -216,6 +265,7 @@ class AsyncEngine:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
                 continue
+            self._listener.on_ready(self._info)
             self._status = EngineStatus.READY
             logger.warning("the engine is back")
             return process
@@ -224,11 +274,18 @@ class AsyncEngine:
         now = time.monotonic()
         for admission in outputs.admissions:
             self._listener.on_admission(admission)
+            if (stream := self._streams.get(admission.request_id)) is not None:
+                stream.sources = admission.sources
         for event in outputs.events:
             stream = self._streams.get(event.request_id)
             if stream is not None and not stream.is_finished:
                 self._deliver(process, stream, event, now)
         self._listener.on_step(outputs.stats)
+
+    def _answer(self, reply: ControlReply) -> None:
+        future = self._controls.get(reply.control_id)
+        if future is not None and not future.done():  # else who asked has gone
+            future.set_result(reply.result)
 
     def _deliver(self, process: EngineProcess, stream: _Stream, event: TokenEvent, now: float) -> None:
         if event.finish_reason is FinishReason.ERROR:
@@ -249,15 +306,25 @@ class AsyncEngine:
             return
         if output.finish_reason is not None:
             self._end(stream, output.finish_reason)
+            output = replace(output, sources=stream.sources)
             if event.finish_reason is None:  # a stop string: the engine does not know it yet
                 process.send(Abort(event.request_id))
         stream.queue.put_nowait(output)
 
-    def _fail_streams(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
+        """Tell everyone who waits for the engine that nothing more will come."""
+        for future in self._controls.values():
+            if not future.done():
+                future.set_exception(error)
         for stream in self._streams.values():
             if not stream.is_finished:
                 self._end(stream, FinishReason.ERROR)
                 stream.queue.put_nowait(error)
+
+
+def _common_len(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def check_request(info: EngineInfo, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:

@@ -15,6 +15,7 @@ class CacheConfig:
 
     Evicted blocks go to ``host_bytes`` of host memory (0: to none) and to files in the folder ``disk_path`` (None: to none), which
     ``disk_bytes`` bounds.
+    Pins may hold ``pin_budget_bytes`` or, where that is None, ``pin_budget_fraction`` of the cache.
     """
 
     block_size: int = 16
@@ -23,6 +24,8 @@ class CacheConfig:
     host_bytes: int = 0
     disk_path: str | None = None
     disk_bytes: int = 10 * 1024**3
+    pin_budget_bytes: int | None = None
+    pin_budget_fraction: float = 0.25
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:
@@ -37,6 +40,10 @@ class CacheConfig:
             raise ConfigError("the disk cache's folder must not be empty; leave it out to keep nothing on the disk")
         if self.disk_bytes <= 0:
             raise ConfigError(f"disk cache size must be positive, got {self.disk_bytes} bytes")
+        if self.pin_budget_bytes is not None and self.pin_budget_bytes < 0:
+            raise ConfigError(f"pin budget must not be negative, got {self.pin_budget_bytes} bytes")
+        if not 0.0 <= self.pin_budget_fraction <= 1.0:
+            raise ConfigError(f"pin budget must be a share between 0 and 1, got {self.pin_budget_fraction}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,8 @@ class EngineCore:
             cache=self._cache_stats(),
             num_copied_blocks=num_copied,
             num_merged_blocks=num_merged,
+            reuse_gaps=manager.history.take_reuse_gaps(),
+            evict_idles=manager.history.take_evict_idles(),
         )
 
     def _cache_stats(self) -> CacheStats:
@@ -104,4 +106,7 @@ class EngineCore:
             num_context_tokens=self.scheduler.num_context_tokens,
             num_host_blocks=manager.tiers.host.num_used,
             disk_bytes=manager.tiers.disk.num_bytes,
+            num_block_references=manager.num_block_references,
+            num_filled_slots=manager.num_filled_slots,
+            num_pinned_blocks=manager.num_pinned_blocks,
         )

@@ -4,6 +4,7 @@ OctavoError
 ├── InvalidRequestError      the caller's request is wrong: HTTP 400
 │   └── ContextLengthError   prompt and max_tokens do not fit the context
 ├── EngineDeadError          the engine process is gone or not yet up: HTTP 503
+├── ControlRefusedError      the cache cannot do what its operator asks for: HTTP 409
 ├── RequestFailedError       one accepted request could not be finished: HTTP 500
 └── StartupError             octavo cannot start: one line on stderr, exit status 2
     ├── ConfigError          a flag or a combination of flags
@@ -41,6 +42,10 @@ class ContextLengthError(InvalidRequestError):
 
 class EngineDeadError(OctavoError):
     """The engine process died or is not ready; requests in flight get this."""
+
+
+class ControlRefusedError(OctavoError):
+    """The cache, as it is now, cannot do what its operator asks for; the message has the numbers."""
 
 
 class RequestFailedError(OctavoError):

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from engine.attention.backend import AttentionBackend, choose_backend
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, InsufficientMemoryError
 from engine.kernel_cache import use_kernel_cache
 from engine.kv.format import ELEMENT_BYTES, KVFormat
 from engine.kv.manager import KVCacheManager
 from engine.kv.offload import HostBuffer
+from engine.kv.pins import PinLimits
 from engine.kv.storage import KVStorage
 from engine.memory import available_bytes, plan_num_blocks
 from engine.model.checkpoint import Checkpoint
@@ -78,7 +79,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     runner = _build_runner(model_config, weights, attention, tiers.buffer, max_model_len, device)
     on_progress("warming up (compiles kernels at the first start)", None)
     _warm_up(runner, min(fmt.block_size, max_model_len))
-    core = _build_core(config, model_config, runner, fmt, num_blocks, tiers)
+    core = _build_core(config, model_config, runner, fmt, num_blocks, max_model_len, tiers)
     info = _info(config, model_config, weights, fmt, num_blocks, max_model_len, device, attention, tuple(notes))
     info = replace(info, host_cache_bytes=tiers.host_bytes, disk_cache_bytes=tiers.disk_bytes)
     return LoadedEngine(core, info, runner, tiers)
@@ -198,16 +199,30 @@ def _warm_up(runner: ModelRunner, max_tokens: int) -> None:
 
 
 def _build_core(
-    config: EngineConfig, model: ModelConfig, runner: ModelRunner, fmt: KVFormat, num_blocks: int, tiers: Tiers
+    config: EngineConfig,
+    model: ModelConfig,
+    runner: ModelRunner,
+    fmt: KVFormat,
+    num_blocks: int,
+    max_model_len: int,
+    tiers: Tiers,
 ) -> EngineCore:
+    pin_limits = PinLimits(num_blocks, _pin_budget(config.cache, fmt, num_blocks), -(-max_model_len // fmt.block_size))
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, fmt.block_size, tiers=tiers.cache),
+        KVCacheManager(num_blocks, fmt.block_size, tiers=tiers.cache, pin_limits=pin_limits, clock=time.monotonic),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         eos_token_ids=model.eos_token_ids,
         clock=time.monotonic,
     )
     return EngineCore(scheduler, runner, block_bytes=fmt.block_bytes, clock=time.monotonic)
+
+
+def _pin_budget(cache: CacheConfig, fmt: KVFormat, num_blocks: int) -> int:
+    """In blocks."""
+    if cache.pin_budget_bytes is not None:
+        return cache.pin_budget_bytes // fmt.block_bytes
+    return int(cache.pin_budget_fraction * num_blocks)
 
 
 def _info(

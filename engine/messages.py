@@ -1,15 +1,19 @@
-"""What the API process and the engine process say to each other, as msgpack. Only Add, Abort and Stop go to the engine."""
+"""What the API process and the engine process say to each other, as msgpack. Only Add, Abort, Control and Stop go to the engine."""
 
 from __future__ import annotations
 
 import msgspec
 
+from engine.control import Command, Result
 from engine.request import Namespace, SamplingParams, TokenEvent
 from engine.stats import Admission, EngineInfo, StepStats
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """``arrival_time`` is read from the machine's monotonic clock, which all its processes share."""
+    """``arrival_time`` is read from the machine's monotonic clock, which all its processes share.
+
+    The first ``num_public_tokens`` of the prompt are an operator's public prefix: their full blocks belong to no salt.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -17,10 +21,18 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     seed: int
     namespace: Namespace
     arrival_time: float
+    num_public_tokens: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
+
+
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """Answered by exactly one ControlReply of the same id, between two steps."""
+
+    control_id: int
+    command: Command
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -53,8 +65,13 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     stats: StepStats
 
 
-ToEngine = Add | Abort | Stop
-FromEngine = Progress | Ready | Failed | Outputs
+class ControlReply(msgspec.Struct, frozen=True, tag="control_reply"):
+    control_id: int
+    result: Result
+
+
+ToEngine = Add | Abort | Control | Stop
+FromEngine = Progress | Ready | Failed | Outputs | ControlReply
 
 _encoder = msgspec.msgpack.Encoder()
 

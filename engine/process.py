@@ -16,8 +16,23 @@ import zmq
 
 from engine import errors
 from engine.config import EngineConfig
+from engine.control import CacheControl
 from engine.core import EngineCore
-from engine.messages import Abort, Add, Failed, FromEngine, Outputs, Progress, Ready, Stop, ToEngine, decoder_to_engine, encode
+from engine.messages import (
+    Abort,
+    Add,
+    Control,
+    ControlReply,
+    Failed,
+    FromEngine,
+    Outputs,
+    Progress,
+    Ready,
+    Stop,
+    ToEngine,
+    decoder_to_engine,
+    encode,
+)
 from engine.request import Request, TokenEvent
 
 _DISK_POLL_SECONDS = 0.002  # how soon a request goes on that waited for the disk
@@ -45,7 +60,7 @@ class Mailbox:
         self._outbox.send(encode(message))
 
     def receive(self, wait_seconds: float | None) -> list[ToEngine]:
-        """All messages that have come; none of them waits, but the first may be waited for: None, for as long as it takes."""
+        """All messages that have come. If none has, wait for one: for ``wait_seconds``, or with None for as long as it takes."""
         messages: list[ToEngine] = []
         timeout = None if wait_seconds is None else math.ceil(1000 * wait_seconds)
         while self._inbox.poll(timeout):
@@ -61,25 +76,38 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
     return socket
 
 
-def run_loop(core: EngineCore, mailbox: Mailbox) -> Stop:
-    """Step while there is work, sleep on the inbox while there is none, or none but for the disk. Returns when told to stop."""
+def run_loop(core: EngineCore, control: CacheControl, mailbox: Mailbox) -> Stop:
+    """Step while there is work. Without, or with none but for the disk, sleep on the inbox until a message, the end of a pin or
+    the next look at the disk. Returns when told to stop."""
     wait_seconds: float | None = None
     while True:
         messages = mailbox.receive(wait_seconds)
         for message in messages:
             if isinstance(message, Stop):
                 return message
+        has_expired = control.expire()
         ended = _apply(core, messages)
+        replies = [ControlReply(m.control_id, control.apply(m.command)) for m in messages if isinstance(m, Control)]
         output = core.step() if core.has_work else None
         if output is not None and output.has_run:
             mailbox.send(Outputs((*ended, *output.events), output.admissions, output.stats))
-            wait_seconds = 0.0
-            continue
-        was_busy = core.is_disk_busy
-        core.poll_disk()
-        if messages or (was_busy and not core.is_disk_busy):
-            mailbox.send(Outputs(tuple(ended), (), core.idle_stats()))
-        wait_seconds = _DISK_POLL_SECONDS if core.has_work or core.is_disk_busy else None
+        else:
+            was_busy = core.is_disk_busy
+            core.poll_disk()
+            if messages or has_expired or (was_busy and not core.is_disk_busy):
+                mailbox.send(Outputs(tuple(ended), (), core.idle_stats()))
+        for reply in replies:  # behind the counts that they changed, so that nobody sees the old ones after an answer
+            mailbox.send(reply)
+        wait_seconds = _wait_seconds(core, control, has_run=output is not None and output.has_run)
+
+
+def _wait_seconds(core: EngineCore, control: CacheControl, *, has_run: bool) -> float | None:
+    """How long the inbox may be waited for; None is as long as it takes."""
+    if has_run:
+        return 0.0
+    if core.has_work or core.is_disk_busy:
+        return _DISK_POLL_SECONDS
+    return control.seconds_to_expiry
 
 
 def _apply(core: EngineCore, messages: list[ToEngine]) -> list[TokenEvent]:
@@ -95,6 +123,7 @@ def _apply(core: EngineCore, messages: list[ToEngine]) -> list[TokenEvent]:
                     seed=message.seed,
                     namespace=message.namespace,
                     arrival_time=message.arrival_time,
+                    num_public_tokens=message.num_public_tokens,
                 )
             )
         elif isinstance(message, Abort):
@@ -136,7 +165,7 @@ def main() -> int:
         return 2
     mailbox.send(Ready(engine.info))
     mailbox.send(Outputs((), (), engine.core.idle_stats()))
-    stop = run_loop(engine.core, mailbox)
+    stop = run_loop(engine.core, CacheControl(engine.core.scheduler.manager), mailbox)
     engine.close(stop.flush_seconds)
     return 0
 

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.errors import InvalidRequestError
+from engine.stats import PromptSources
 
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
@@ -157,6 +158,7 @@ class RequestOutput:
 
     ``text`` is a delta; joined over all outputs of a request it equals the decoding of the whole, cut at a stop string.
     ``stop_reason`` is the stop string or stop token id that matched, None for the end-of-text token or the length.
+    ``sources`` comes with a request's last output.
     """
 
     text: str
@@ -166,3 +168,4 @@ class RequestOutput:
     num_output_tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    sources: PromptSources | None = None

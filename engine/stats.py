@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+Ages = tuple[tuple[float, int], ...]
+"""Durations in seconds, each with how often it was seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """The state of the block pool. num_free + num_cached + num_referenced = num_blocks, always.
 
-    ``num_context_tokens`` is the sum over running requests of the tokens whose K and V they read. ``num_host_blocks`` are held in
-    host memory; ``disk_bytes`` are all files of the disk cache's folder, headers and other models' blocks included.
+    ``num_context_tokens`` is the sum over running requests of the tokens whose K and V they read. ``num_block_references``
+    counts a block once for each running request that holds it; ``num_filled_slots`` are the tokens in referenced blocks, a
+    shared one counted once. ``num_pinned_blocks`` are referenced or cached. ``num_host_blocks`` are held in host memory;
+    ``disk_bytes`` are all files of the disk cache's folder, headers and other models' blocks included.
     """
 
     num_blocks: int
@@ -20,6 +26,9 @@ class CacheStats:
     block_bytes: int
     block_size: int
     num_context_tokens: int
+    num_block_references: int = 0
+    num_filled_slots: int = 0
+    num_pinned_blocks: int = 0
     num_host_blocks: int = 0
     disk_bytes: int = 0
 
@@ -30,6 +39,22 @@ class CacheStats:
     @property
     def bytes_per_token(self) -> float:
         return self.block_bytes / self.block_size
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the blocks that hold something, in use or cached."""
+        return (self.num_referenced_blocks + self.num_cached_blocks) * self.block_bytes
+
+    @property
+    def sharing_factor(self) -> float:
+        """References over the distinct blocks that they are to; 1 while nothing runs."""
+        return self.num_block_references / self.num_referenced_blocks if self.num_referenced_blocks else 1.0
+
+    @property
+    def internal_waste(self) -> float:
+        """Share of the slots of referenced blocks that hold no token (yet); 0 while nothing runs."""
+        num_slots = self.num_referenced_blocks * self.block_size
+        return 1 - self.num_filled_slots / num_slots if num_slots else 0.0
 
     @property
     def effective_bytes_per_token(self) -> float:
@@ -50,26 +75,62 @@ class CacheStats:
         return self.num_referenced_blocks / self.num_blocks
 
 
+class TokenSource(str, Enum):
+    """Where a prompt token's K and V came from, or why they had to be computed. The values are the metric's words."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    IN_FLIGHT = "in_flight"
+    EVICTED = "evicted"
+    OTHER_NAMESPACE = "other_namespace"
+    UNSEEN = "unseen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSources:
+    """Each token of a prompt under one label, decided at its request's first admission. The counts sum to the prompt.
+
+    Found, and so not computed: ``device``, ``host``, ``disk``, and ``in_flight``: another request computed them
+    while this one was held back for it. Computed: ``evicted`` were cached in this namespace before (``evicted_seconds`` ago,
+    for the first of them), ``other_namespace`` are cached for others only, ``unseen`` are neither known to be the one nor the
+    other: new, forgotten for long, in a block that is not full, or the one token that is always left to compute.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    in_flight: int = 0
+    evicted: int = 0
+    other_namespace: int = 0
+    unseen: int = 0
+    evicted_seconds: float | None = None
+
+    def count(self, source: TokenSource) -> int:
+        count: int = getattr(self, source.value)
+        return count
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.count(source) for source in TokenSource)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.device + self.host + self.disk + self.in_flight
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A request left the queue for the first time. Said once for each request, never at resumption.
 
-    ``num_cached_tokens`` were found on any tier. Of them, ``num_host_tokens`` and ``num_disk_tokens`` were not on the device;
-    ``num_in_flight_tokens`` were computed by another request while this one was held back for it.
+    ``num_cached_tokens`` were found on any tier, or computed by another request while this one was held back for it.
     """
 
     request_id: str
     num_prompt_tokens: int
     num_cached_tokens: int
     queue_seconds: float
-    num_in_flight_tokens: int = 0
-    num_host_tokens: int = 0
-    num_disk_tokens: int = 0
-
-    @property
-    def num_device_tokens(self) -> int:
-        """On the device before the request came."""
-        return self.num_cached_tokens - self.num_host_tokens - self.num_disk_tokens - self.num_in_flight_tokens
+    sources: PromptSources
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +140,8 @@ class StepStats:
     ``num_prompt_tokens`` counts prompt tokens that were covered for the first time, computed or found in the cache.
     ``num_recomputed_tokens`` counts tokens computed again after a preemption; they are never hits. ``num_copied_blocks``
     were begun as copies of partly matching ones; ``num_merged_blocks`` turned out to be duplicates when full, and were freed.
+    ``reuse_gaps``: how long cached blocks had lain unused when a request found them again; ``evict_idles``: when they were
+    evicted.
     """
 
     num_scheduled_tokens: int
@@ -93,6 +156,8 @@ class StepStats:
     cache: CacheStats
     num_copied_blocks: int = 0
     num_merged_blocks: int = 0
+    reuse_gaps: Ages = ()
+    evict_idles: Ages = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,23 @@ import asyncio
 import logging
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from engine.config import CacheConfig, SchedulerConfig
-from engine.errors import OctavoError
+from engine.errors import ConfigError, OctavoError
 from server import __version__
+from server.auth import read_api_keys
 from server.engine_client import RunnableEngine
 from server.metrics import Metrics
 from server.progress import ProgressView, open_progress
 from server.serve import bind, serve
 from server.settings import DEFAULT_MODEL, Settings
 from server.threads import CancelToken, run_in_thread
-from server.units import parse_bytes
+from server.units import parse_bytes, parse_share_or_bytes
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -90,6 +93,9 @@ def serve_command(
     disk_cache_size: Annotated[
         str, typer.Option(envvar="OCTAVO_DISK_CACHE_SIZE", help="Most bytes in that folder; the least recently used go first.")
     ] = "10GiB",
+    pin_budget: Annotated[
+        str, typer.Option(envvar="OCTAVO_PIN_BUDGET", help="Most of the KV cache that pins may hold: 0.25, 25% or a size.")
+    ] = str(_CACHE.pin_budget_fraction),
     max_num_seqs: Annotated[
         int, typer.Option(envvar="OCTAVO_MAX_NUM_SEQS", help="Most requests in one step.")
     ] = _SCHEDULER.max_num_seqs,
@@ -103,6 +109,16 @@ def serve_command(
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="OCTAVO_API_KEY", help="Ask for this key on all but /health, /version and /metrics.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(envvar="OCTAVO_API_KEY_FILE", help="More keys, one a line: name: key. # starts a comment.")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="OCTAVO_ADMIN_KEY", help="The key that opens /v1/cache and /reset_prefix_cache.")
+    ] = None,
+    public_prefix: Annotated[
+        list[Path] | None,
+        typer.Option(envvar="OCTAVO_PUBLIC_PREFIX", help="A text file whose cached blocks all keys share; may be repeated."),
     ] = None,
     shutdown_timeout: Annotated[
         float,
@@ -125,12 +141,15 @@ def serve_command(
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        cache=cache,
+        cache=_with_pin_budget(cache, parse_share_or_bytes(pin_budget)),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
         host=host,
         port=port,
         served_model_name=served_model_name,
         api_key=api_key,
+        api_keys=read_api_keys(api_key_file) if api_key_file is not None else (),
+        admin_key=admin_key,
+        public_prefixes=tuple(read_public_prefix(path) for path in public_prefix or ()),
         shutdown_timeout=shutdown_timeout,
     )
     run_server(settings)
@@ -163,7 +182,7 @@ async def make_engine(settings: Settings, metrics: Metrics, view: ProgressView) 
     from engine.model import hub
     from engine.tokenizer import Tokenizer, load_tokenizer
 
-    def prepare(token: CancelToken) -> tuple[hub.ResolvedModel, Tokenizer]:
+    def prepare(token: CancelToken) -> tuple[hub.ResolvedModel, Tokenizer, list[list[int]]]:
         def on_bytes(done: int, total: int) -> None:
             token.check()
             view.update(f"fetching {settings.model}", _share(done, total))
@@ -171,11 +190,31 @@ async def make_engine(settings: Settings, metrics: Metrics, view: ProgressView) 
         model = hub.resolve(settings.model, progress=on_bytes)
         token.check()
         view.update("reading the tokenizer", None)
-        return model, load_tokenizer(model.path)
+        tokenizer = load_tokenizer(model.path)
+        return model, tokenizer, [tokenizer.encode(text) for text in settings.public_prefixes]
 
-    model, tokenizer = await run_in_thread(prepare)
+    model, tokenizer, public_prefixes = await run_in_thread(prepare)
     config = settings.engine_config(model_path=str(model.path), model_name=model.name)
-    return AsyncEngine(config, tokenizer, metrics, view.update)
+    return AsyncEngine(config, tokenizer, metrics, view.update, public_prefixes)
+
+
+def _with_pin_budget(cache: CacheConfig, budget: float | int) -> CacheConfig:
+    if isinstance(budget, int):
+        return replace(cache, pin_budget_bytes=budget)
+    return replace(cache, pin_budget_fraction=budget)
+
+
+def read_public_prefix(path: Path) -> str:
+    """The whole text, to the last line break. Raises ConfigError when it cannot be read or is empty."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"cannot read the public prefix {path}: {getattr(exc, 'strerror', None) or 'not UTF-8 text'}"
+        ) from None
+    if not text or "\0" in text:
+        raise ConfigError(f"the public prefix {path} {'holds the NUL character' if text else 'is empty'}")
+    return text
 
 
 def _share(done: int, total: int) -> float | None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from enum import Enum
 from typing import Protocol
 
+from engine.control import Command, Result
 from engine.errors import EngineDeadError
 from engine.request import RequestOutput, SamplingParams
 from engine.stats import EngineInfo
@@ -21,6 +22,8 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class EngineClient(Protocol):
@@ -46,6 +49,12 @@ class EngineClient(Protocol):
         ``arrival_time`` is on the clock of ``time.monotonic``; None is the time of the call.
         """
         ...
+
+    def num_public_tokens(self, prompt_token_ids: Sequence[int]) -> int:
+        """How many tokens of the prompt's start belong to a public prefix, whose blocks all salts share."""
+
+    async def control(self, command: Command) -> Result:
+        """The engine's answer to a command for its cache. Raises EngineDeadError or ControlRefusedError."""
 
 
 class RunnableEngine(EngineClient, Protocol):
@@ -91,6 +100,12 @@ class PendingEngine:
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         return self._attached().generate(prompt_token_ids, sampling, salt=salt, arrival_time=arrival_time)
+
+    def num_public_tokens(self, prompt_token_ids: Sequence[int]) -> int:
+        return self._attached().num_public_tokens(prompt_token_ids)
+
+    async def control(self, command: Command) -> Result:
+        return await self._attached().control(command)
 
     def _attached(self) -> EngineClient:
         if self._engine is None:

@@ -4,6 +4,8 @@ OctavoError
 ├── (engine.errors: InvalidRequestError, EngineDeadError, RequestFailedError, ...)
 └── HttpError
     ├── AuthenticationError   no key or a wrong one: 401
+    ├── ForbiddenError        a good key, but not for this; or nobody may: 403
+    ├── NotFoundError         what the path or the body names is not there: 404
     ├── ModelNotServedError   another model than the one that is served: 404
     ├── BodyTooLargeError     413
     ├── ContentTypeError      415
@@ -23,8 +25,16 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OctavoError, RequestFailedError
+from engine.errors import (
+    ContextLengthError,
+    ControlRefusedError,
+    EngineDeadError,
+    InvalidRequestError,
+    OctavoError,
+    RequestFailedError,
+)
 
 logger = logging.getLogger("octavo.server")
 
@@ -42,6 +52,14 @@ class HttpError(OctavoError):
 
 class AuthenticationError(HttpError):
     """The key is missing or wrong."""
+
+
+class ForbiddenError(HttpError):
+    """The caller may not do this."""
+
+
+class NotFoundError(HttpError):
+    """The thing that is named does not exist."""
 
 
 class ModelNotServedError(HttpError):
@@ -81,7 +99,10 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = {
     InvalidRequestError: ErrorKind(400, "invalid_request_error"),
     ContextLengthError: ErrorKind(400, "invalid_request_error", ContextLengthError.code),
     AuthenticationError: ErrorKind(401, "authentication_error", "invalid_api_key", headers={"www-authenticate": "Bearer"}),
+    ForbiddenError: ErrorKind(403, "permission_error", "forbidden"),
+    NotFoundError: ErrorKind(404, "not_found_error", "not_found"),
     ModelNotServedError: ErrorKind(404, "not_found_error", "model_not_found"),
+    ControlRefusedError: ErrorKind(409, "conflict_error", "cache_conflict"),
     BodyTooLargeError: ErrorKind(413, "invalid_request_error", "content_too_large"),
     ContentTypeError: ErrorKind(415, "invalid_request_error", "unsupported_media_type"),
     ClientGoneError: _GONE,
@@ -110,10 +131,17 @@ def error_response(exc: Exception) -> Response:
     return Response(error_body(exc), kind.status, dict(kind.headers), "application/json")
 
 
-def log_failure(exc: Exception, request_id: str) -> None:
-    """Our own failures go to the log; the caller's mistakes do not. No request body is ever written."""
+def log_name(scope: Scope) -> str:
+    """What the log calls a request: its id, and the name of the key that sent it."""
+    request_id: str = scope.get("octavo.request_id", "-")
+    caller = scope.get("octavo.caller")
+    return f"{request_id} of {caller.name}" if caller is not None and caller.name is not None else request_id
+
+
+def log_failure(exc: Exception, name: str) -> None:
+    """Our own failures go to the log; the caller's mistakes do not. No request body is ever written. ``name``: ``log_name``."""
     if kind_of(exc).status == 500:
-        logger.error("request %s failed: %s: %s", request_id, type(exc).__name__, exc, exc_info=exc)
+        logger.error("request %s failed: %s: %s", name, type(exc).__name__, exc, exc_info=exc)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -123,7 +151,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 async def _on_exception(request: Request, exc: Exception) -> Response:
-    log_failure(exc, request.scope.get("octavo.request_id", "-"))
+    log_failure(exc, log_name(request.scope))
     return error_response(exc)
 
 

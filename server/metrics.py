@@ -7,109 +7,26 @@ from __future__ import annotations
 
 import platform
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from engine.request import FinishReason
-from engine.stats import Admission, CacheStats, EngineInfo, StepStats
+from engine.stats import Admission, CacheStats, EngineInfo, StepStats, TokenSource
 from server import __version__
+from server.buckets import (
+    AGE_BUCKETS,
+    ITL_BUCKETS,
+    QUEUE_BUCKETS,
+    REQUEST_BUCKETS,
+    STEP_BUCKETS,
+    STEP_TOKEN_BUCKETS,
+    TTFT_BUCKETS,
+)
+from server.instruments import CountedHistogram, RateWindow, WithoutCreated
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 40, 80)
-_ITL_BUCKETS = (
-    0.001,
-    0.002,
-    0.004,
-    0.006,
-    0.008,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2.5,
-)
-_REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 40, 80, 160, 320, 640)
-_QUEUE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_STEP_BUCKETS = (
-    0.0005,
-    0.001,
-    0.002,
-    0.004,
-    0.006,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    1,
-    2,
-    5,
-    10,
-)
-_STEP_TOKEN_BUCKETS = tuple(2**power for power in range(15))
-
-
-class RateWindow:
-    """Mean events per second over the last ``seconds``. Falls to 0 by itself when nothing is added."""
-
-    _RESOLUTION = 0.1
-
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._slots: deque[tuple[float, int]] = deque()
-
-    def add(self, count: int) -> None:
-        if not count:
-            return
-        now = self._clock()
-        if self._slots and now - self._slots[-1][0] < self._RESOLUTION:
-            start, so_far = self._slots.pop()
-            self._slots.append((start, so_far + count))
-        else:
-            self._drop_old(now)
-            self._slots.append((now, count))
-
-    def rate(self) -> float:
-        self._drop_old(self._clock())
-        return sum(count for _, count in self._slots) / self._seconds
-
-    def _drop_old(self, now: float) -> None:
-        while self._slots and now - self._slots[0][0] >= self._seconds:
-            self._slots.popleft()
-
-
-class _WithoutCreated(Collector):
-    """The registry's families without their ``_created`` series, which double the exposition and answer no question."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterable[Metric]:
-        for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family
 
 
 class Metrics:
@@ -128,10 +45,10 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition, format 0.0.4 (CONTENT_TYPE)."""
-        return generate_latest(_WithoutCreated(self._registry))
+        return generate_latest(WithoutCreated(self._registry))
 
-    def set_info(self, info: EngineInfo) -> None:
-        """The engine is ready: say what it settled on, and that its cache is empty unless a step has said more."""
+    def on_ready(self, info: EngineInfo) -> None:
+        """The engine is up: say what it settled on, and that its cache is empty unless a step has said more."""
         labels = {name: str(getattr(info, name)) for name in _CACHE_LABELS}
         self._cache_info.clear()
         self._cache_info.labels(**labels).set(1)
@@ -145,6 +62,9 @@ class Metrics:
         self._preemptions.inc(stats.num_preemptions)
         self._recomputed.inc(stats.num_recomputed_tokens)
         self._evicted.inc(stats.num_evicted_blocks)
+        self._duplicate_bytes.inc(stats.num_merged_blocks * stats.cache.block_bytes)
+        self._reuse_gaps.observe(stats.reuse_gaps)
+        self._evict_idles.observe(stats.evict_idles)
         if stats.num_scheduled_tokens:
             self._step_duration.observe(stats.step_seconds)
             self._step_tokens.observe(stats.num_scheduled_tokens)
@@ -154,6 +74,8 @@ class Metrics:
         self._query_tokens.inc(admission.num_prompt_tokens)
         self._hit_tokens.inc(admission.num_cached_tokens)
         self._queue.observe(admission.queue_seconds)
+        for source in TokenSource:
+            self._sources.labels(source=source.value).inc(admission.sources.count(source))
 
     def on_token(self, seconds: float, *, first: bool) -> None:
         self._generation_tokens.inc()
@@ -206,6 +128,29 @@ class Metrics:
             "Bytes per token of the format over effective bytes per token; above 1 when sharing outweighs waste, 1 while idle.",
             lambda step: step.cache.efficiency,
         )
+        gauge(
+            "octavo_kv_cache_sharing_factor",
+            "Block references of running requests over the distinct blocks that they hold; 1 while idle.",
+            lambda step: step.cache.sharing_factor,
+        )
+        gauge(
+            "octavo_kv_cache_internal_waste_ratio",
+            "Share of the slots of referenced blocks that hold no token; 0 while idle.",
+            lambda step: step.cache.internal_waste,
+        )
+        gauge(
+            "octavo_kv_cache_pinned_bytes",
+            "Bytes of blocks that pins protect from eviction, in use or not.",
+            lambda step: step.cache.num_pinned_blocks * step.cache.block_bytes,
+        )
+        tiers = Gauge(
+            "octavo_kv_cache_tier_bytes",
+            "Bytes of K and V that each tier holds: on the device in blocks in use or cached, below it in files or host memory.",
+            ["tier"],
+            registry=self._registry,
+        )
+        for tier, read in _TIERS.items():
+            tiers.labels(tier=tier).set_function(partial(self._read_state, read, lambda _: 1))
         self._state_gauge(
             "octavo_kv_cache_blocks",
             "KV cache blocks: referenced by running requests, cached for reuse, or free.",
@@ -252,6 +197,18 @@ class Metrics:
         )
         for reason in FinishReason:
             self._requests.labels(finish_reason=reason.value)
+        self._duplicate_bytes = counter(
+            "octavo_kv_cache_duplicate_bytes_saved_total",
+            "Bytes of blocks freed at once because another request had published the same tokens.",
+        )
+        self._sources = Counter(
+            "octavo_prompt_tokens_by_source_total",
+            "Prompt tokens of admitted requests by where they were found, or why they were computed.",
+            ["source"],
+            registry=self._registry,
+        )
+        for source in TokenSource:
+            self._sources.labels(source=source.value)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
@@ -259,17 +216,29 @@ class Metrics:
     def _add_histograms(self) -> None:
         histogram = self._histogram
         self._ttft = histogram(
-            "octavo_time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS
+            "octavo_time_to_first_token_seconds", "From a request's arrival to its first token.", TTFT_BUCKETS
         )
-        self._itl = histogram("octavo_inter_token_latency_seconds", "Between two tokens of one request.", _ITL_BUCKETS)
+        self._itl = histogram("octavo_inter_token_latency_seconds", "Between two tokens of one request.", ITL_BUCKETS)
         self._duration = histogram(
-            "octavo_request_duration_seconds", "From a request's arrival to its end, whatever the reason.", _REQUEST_BUCKETS
+            "octavo_request_duration_seconds", "From a request's arrival to its end, whatever the reason.", REQUEST_BUCKETS
         )
         self._queue = histogram(
-            "octavo_request_queue_seconds", "From a request's arrival to its first admission.", _QUEUE_BUCKETS
+            "octavo_request_queue_seconds", "From a request's arrival to its first admission.", QUEUE_BUCKETS
         )
-        self._step_duration = histogram("octavo_step_duration_seconds", "Duration of an engine step.", _STEP_BUCKETS)
-        self._step_tokens = histogram("octavo_step_tokens", "Tokens computed in an engine step.", _STEP_TOKEN_BUCKETS)
+        self._reuse_gaps = CountedHistogram(
+            "octavo_kv_cache_reuse_gap_seconds",
+            "How long cached blocks had lain unused when a request found them again.",
+            AGE_BUCKETS,
+            self._registry,
+        )
+        self._evict_idles = CountedHistogram(
+            "octavo_kv_cache_idle_before_evict_seconds",
+            "How long cached blocks had lain unused when they were evicted.",
+            AGE_BUCKETS,
+            self._registry,
+        )
+        self._step_duration = histogram("octavo_step_duration_seconds", "Duration of an engine step.", STEP_BUCKETS)
+        self._step_tokens = histogram("octavo_step_tokens", "Tokens computed in an engine step.", STEP_TOKEN_BUCKETS)
 
     def _add_infos(self) -> None:
         self._cache_info = Gauge(
@@ -291,6 +260,12 @@ _CACHE_LABELS = (
     "head_dim",
     "max_model_len",
 )
+
+_TIERS: dict[str, Callable[[CacheStats], int]] = {
+    "device": lambda cache: cache.device_bytes,
+    "host": lambda cache: cache.host_bytes,
+    "disk": lambda cache: cache.disk_bytes,
+}
 
 _BLOCK_STATES: dict[str, Callable[[CacheStats], int]] = {
     "referenced": lambda cache: cache.num_referenced_blocks,

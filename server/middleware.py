@@ -5,15 +5,15 @@ Written against ASGI itself, so that ``receive`` still tells the routes when a c
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.auth import Keyring
 from server.drain import Drain
-from server.errors import AuthenticationError, error_response, log_failure
+from server.errors import AuthenticationError, error_response, log_failure, log_name
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # All else needs the key, so that a new route is behind it until somebody says otherwise.
@@ -46,7 +46,7 @@ class RequestIdMiddleware:
         except Exception as exc:
             if is_started:
                 raise
-            log_failure(exc, request_id)
+            log_failure(exc, log_name(scope))
             await error_response(exc)(scope, receive, send_with_id)
         return None
 
@@ -66,19 +66,22 @@ class DrainMiddleware:
 
 
 class ApiKeyMiddleware:
-    """``Authorization: Bearer KEY`` on every path outside PUBLIC_PATHS, compared in constant time."""
+    """Finds out who calls, by ``Authorization: Bearer KEY``, and refuses strangers where a key is needed.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    On every path outside PUBLIC_PATHS, ``scope["octavo.caller"]`` is a Caller from here on.
+    """
+
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self.app = app
-        self.api_key = api_key.encode()
+        self.keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or self._is_authorized(scope):
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
             return await self.app(scope, receive, send)
-        exc = AuthenticationError("a valid API key is required: Authorization: Bearer KEY")
-        return await error_response(exc)(scope, receive, send)
-
-    def _is_authorized(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self.api_key)
+        caller = self.keyring.identify(given)
+        if caller is None:
+            exc = AuthenticationError("a valid API key is required: Authorization: Bearer KEY")
+            return await error_response(exc)(scope, receive, send)
+        scope["octavo.caller"] = caller
+        return await self.app(scope, receive, send)

@@ -150,7 +150,6 @@ async def _engine_running(
         place.attach(engine)
         await engine.start()
         assert engine.info is not None, "the engine is ready but says nothing of itself"
-        metrics.set_info(engine.info)
         return engine.info
 
     task = asyncio.create_task(start())
@@ -212,7 +211,7 @@ def curl_line(info: EngineInfo, settings: Settings, sock: socket.socket) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     name = settings.served_model_name or info.model_name
     body = {"model": name, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
-    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.api_key else ""
+    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if settings.all_keys else ""
     return (
         f"curl http://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.stats import EngineInfo
+from server.auth import Keyring
 from server.drain import Drain
 from server.engine_client import EngineClient
 from server.errors import UnavailableError
@@ -22,6 +23,7 @@ class Service:
     metrics: Metrics
     settings: Settings
     drain: Drain
+    keyring: Keyring
     created: int
 
     @property

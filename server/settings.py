@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
+from server.auth import DEFAULT_NAME, ApiKey, check_keys
 
 DEFAULT_MODEL = "smollm2-135m"
 MAX_BODY_BYTES = 10 * 1024 * 1024
@@ -14,7 +15,11 @@ MAX_BODY_BYTES = 10 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """``served_model_name`` None takes the model's own name. ``port`` 0 takes any free one. ``shutdown_timeout`` is in seconds."""
+    """``served_model_name`` None takes the model's own name. ``port`` 0 takes any free one. ``shutdown_timeout`` is in seconds.
+
+    ``api_keys`` are named keys beside ``api_key``; with neither, callers need no key. ``public_prefixes`` are texts whose
+    blocks all callers share.
+    """
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
@@ -26,6 +31,9 @@ class Settings:
     port: int = 8000
     served_model_name: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[ApiKey, ...] = ()
+    admin_key: str | None = field(default=None, repr=False)
+    public_prefixes: tuple[str, ...] = field(default=(), repr=False)
     shutdown_timeout: float = 30.0
     max_body_bytes: int = MAX_BODY_BYTES
 
@@ -36,9 +44,14 @@ class Settings:
             raise ConfigError(f"shutdown timeout must be 0 or more seconds, got {self.shutdown_timeout}")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("the API key must not be empty; leave it out to serve without a key")
+        check_keys(self.all_keys, self.admin_key)
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("the served model name must not be empty")
         self.engine_config(model_path="", model_name="")
+
+    @property
+    def all_keys(self) -> tuple[ApiKey, ...]:
+        return self.api_keys if self.api_key is None else (ApiKey(DEFAULT_NAME, self.api_key), *self.api_keys)
 
     def engine_config(self, *, model_path: str, model_name: str) -> EngineConfig:
         return EngineConfig(

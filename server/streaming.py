@@ -6,8 +6,9 @@ The whole answer is the fold of the same outputs that a stream is made of. Knows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,9 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import RequestFailedError
 from engine.request import FinishReason, RequestOutput
+from engine.stats import PromptSources
 from server.drain import Drain
 from server.errors import UnavailableError, error_body, log_failure
-from server.schemas import Choice, Completion, PromptTokensDetails, Usage
+from server.schemas import CacheInfo, Choice, Completion, PromptTokensDetails, Usage
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[RequestOutput, None]
@@ -111,41 +113,68 @@ class CompletionHead(msgspec.Struct, frozen=True):
         return _encode(Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage))
 
 
-def fold_batch(batch: Batch) -> list[Choice]:
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """``n`` choices for each prompt, in prompt order; what is told besides their text."""
+
+    n: int = 1
+    include_usage: bool = False
+    cache_info: bool = False
+
+
+def fold_batch(batch: Batch, *, cache_info: bool = False) -> list[Choice]:
     """One choice for each index that has something to say: its texts joined, its finish reason if it ended."""
     texts: dict[int, list[str]] = {}
     last: dict[int, RequestOutput] = {}
     for index, output in batch:
         texts.setdefault(index, []).append(output.text)
         last[index] = output
-    choices = [_choice(index, "".join(texts[index]), last[index]) for index in last]
+    choices = [_choice(index, "".join(texts[index]), last[index], cache_info) for index in last]
     return [choice for choice in choices if choice.text or choice.finish_reason]
 
 
-def _choice(index: int, text: str, last: RequestOutput) -> Choice:
+def _choice(index: int, text: str, last: RequestOutput, cache_info: bool) -> Choice:
     reason = last.finish_reason.value if last.finish_reason else None
-    return Choice(index=index, text=text, finish_reason=reason, stop_reason=last.stop_reason)
+    info = _cache_info(last.sources) if cache_info and last.sources is not None else msgspec.UNSET
+    return Choice(index=index, text=text, finish_reason=reason, stop_reason=last.stop_reason, cache_info=info)
 
 
-def usage_of(last_outputs: Iterable[RequestOutput]) -> Usage:
-    """The sums over prompts, from the last output of each."""
-    outputs = list(last_outputs)
-    prompt = sum(output.num_prompt_tokens for output in outputs)
-    completion = sum(output.num_output_tokens for output in outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
+def _cache_info(sources: PromptSources) -> CacheInfo:
+    return CacheInfo(
+        device=sources.device,
+        host=sources.host,
+        disk=sources.disk,
+        in_flight=sources.in_flight,
+        evicted=sources.evicted,
+        unseen=sources.unseen + sources.other_namespace,
+        evicted_seconds=sources.evicted_seconds,
+    )
+
+
+def usage_of(last_outputs: Mapping[int, RequestOutput], n: int = 1) -> Usage:
+    """The sums over prompts, from the last output of each choice: a prompt counts once, however many choices it has.
+
+    Its cached tokens are those of the choice that found fewest: what the others found more, they owe to that one.
+    """
+    prompts: dict[int, list[RequestOutput]] = {}
+    for index, output in last_outputs.items():
+        prompts.setdefault(index // n, []).append(output)
+    prompt = sum(outputs[0].num_prompt_tokens for outputs in prompts.values())
+    completion = sum(output.num_output_tokens for output in last_outputs.values())
+    cached = sum(min(output.num_cached_tokens for output in outputs) for outputs in prompts.values())
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
-async def whole_completion(generators: Sequence[Outputs], head: CompletionHead, drain: Drain) -> bytes:
+async def whole_completion(generators: Sequence[Outputs], head: CompletionHead, shape: AnswerShape, drain: Drain) -> bytes:
     """The body of an answer that is not streamed. Raises what the engine raises."""
     async with merged(generators, drain) as merge:
         outputs = [item async for batch in merge.batches() for item in batch]
-    choices = sorted(fold_batch(outputs), key=lambda choice: choice.index)
-    return head.wrap(choices, usage_of(dict(outputs).values()))
+    choices = sorted(fold_batch(outputs, cache_info=shape.cache_info), key=lambda choice: choice.index)
+    return head.wrap(choices, usage_of(dict(outputs), shape.n))
 
 
 async def completion_events(
-    generators: Sequence[Outputs], head: CompletionHead, drain: Drain, *, include_usage: bool, request_id: str
+    generators: Sequence[Outputs], head: CompletionHead, shape: AnswerShape, drain: Drain, *, log_name: str
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer, [DONE] included. An error becomes an event: the status line is long gone."""
     last: dict[int, RequestOutput] = {}
@@ -153,11 +182,11 @@ async def completion_events(
         async with merged(generators, drain) as merge:
             async for batch in merge.batches():
                 last.update(batch)
-                yield b"".join(event(head.wrap([choice])) for choice in fold_batch(batch))
-        if include_usage:
-            yield event(head.wrap([], usage_of(last.values())))
+                yield b"".join(event(head.wrap([choice])) for choice in fold_batch(batch, cache_info=shape.cache_info))
+        if shape.include_usage:
+            yield event(head.wrap([], usage_of(last, shape.n)))
     except Exception as exc:
-        log_failure(exc, request_id)
+        log_failure(exc, log_name)
         yield event(error_body(exc))
     yield DONE_EVENT
 

@@ -7,6 +7,7 @@ import re
 from engine.errors import ConfigError
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SHARE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*(%?)")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -24,6 +25,22 @@ def parse_bytes(text: str) -> int:
     if size < 1 or (binary and not unit):
         raise ConfigError(f"not a size in bytes: {text[:40]!r} (write 1048576, 512MiB, 4GiB or 2G)")
     return size
+
+
+def parse_share_or_bytes(text: str) -> float | int:
+    """A share of something as a float: ``0.25``, ``25%``, ``0``, ``1``; else a size in bytes, as ``parse_bytes`` reads it.
+
+    Raises:
+        ConfigError: neither, or a share above 1.
+    """
+    share = _SHARE.fullmatch(text.strip())
+    if share is None:
+        return parse_bytes(text)
+    number, percent = share.groups()
+    value = float(number) / (100 if percent else 1)
+    if percent and value > 1:
+        raise ConfigError(f"not a share: {text[:40]!r} is more than all of it")
+    return value if percent or value <= 1 else parse_bytes(text)
 
 
 def format_bytes(size: float) -> str:

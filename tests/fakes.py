@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine.control import Command, Result
 from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from engine.request import FinishReason, RequestOutput, SamplingParams
-from engine.stats import EngineInfo
+from engine.stats import EngineInfo, PromptSources
 
 VOCAB_SIZE = 257
 BOS = 256
@@ -87,6 +88,10 @@ class FakeEngine:
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
     num_restarts: int = 0
     requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    salts: list[str] = field(default_factory=list)
+    sources: PromptSources | None = None
+    commands: list[Command] = field(default_factory=list)
+    answers: list[Result | Exception] = field(default_factory=list)
     num_running: int = 0
     num_finished: int = 0
     num_aborted: int = 0
@@ -118,10 +123,22 @@ class FakeEngine:
                 f"prompt and max_tokens need {wanted} tokens, the context has {self.info.max_model_len}", param="prompt"
             )
 
+    def num_public_tokens(self, prompt_token_ids: Sequence[int]) -> int:
+        return 2
+
+    async def control(self, command: Command) -> Result:
+        """The next of ``answers``."""
+        self.commands.append(command)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append((list(prompt_token_ids), sampling))
+        self.salts.append(salt)
         pieces = self.pieces(self.tokenizer.decode(prompt_token_ids))
         finish = FinishReason.STOP if len(pieces) <= sampling.max_tokens else FinishReason.LENGTH
         pieces = pieces[: sampling.max_tokens]
@@ -140,6 +157,7 @@ class FakeEngine:
                     num_cached_tokens=self.num_cached_tokens,
                     num_output_tokens=count,
                     finish_reason=finish if is_done else None,
+                    sources=self.sources if is_done else None,
                 )
         finally:
             self.num_running -= 1

@@ -17,16 +17,28 @@ import pytest_asyncio
 
 from engine.async_engine import AsyncEngine, EngineStatus
 from engine.config import CacheConfig, EngineConfig
+from engine.control import (
+    CacheView,
+    Dropped,
+    NotResident,
+    Pinned,
+    PinPrefix,
+    ResetCache,
+    ShowCache,
+    Unpin,
+    Unpinned,
+)
 from engine.errors import (
     ContextLengthError,
+    ControlRefusedError,
     EngineDeadError,
     InvalidRequestError,
     RequestFailedError,
     StartupError,
     UnsupportedModelError,
 )
-from engine.request import FinishReason, RequestOutput, SamplingParams
-from engine.stats import Admission, StepStats
+from engine.request import FinishReason, Namespace, RequestOutput, SamplingParams
+from engine.stats import Admission, EngineInfo, PromptSources, StepStats
 from engine.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from tests.tiny_folder import ONE_THREAD, make_folder
 
@@ -45,6 +57,7 @@ class Recorder:
         self.admissions: list[Admission] = []
         self.finished: list[FinishReason] = []
         self.num_first_tokens = self.num_later_tokens = self.num_restarts = 0
+        self.infos: list[EngineInfo] = []
 
     def on_step(self, stats: StepStats) -> None:
         self.step = stats
@@ -59,6 +72,9 @@ class Recorder:
 
     def on_finish(self, reason: FinishReason, seconds: float) -> None:
         self.finished.append(reason)
+
+    def on_ready(self, info: EngineInfo) -> None:
+        self.infos.append(info)
 
     def on_restart(self) -> None:
         self.num_restarts += 1
@@ -147,6 +163,10 @@ async def test_outputs_and_what_the_listener_hears(engine: AsyncEngine, listener
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
     assert again[-1].num_cached_tokens == 8
     assert [(a.num_prompt_tokens, a.num_cached_tokens) for a in listener.admissions] == [(9, 0), (9, 8)]
+    assert [output.sources for output in outputs[:-1]] == [None] * 19
+    assert outputs[-1].sources == listener.admissions[0].sources == PromptSources(unseen=9)
+    assert again[-1].sources == PromptSources(device=8, unseen=1)
+    assert listener.infos == [engine.info]
     assert (listener.num_first_tokens, listener.num_later_tokens) == (2, 38)
     assert listener.finished == [FinishReason.LENGTH] * 2
     await until(lambda: listener.is_idle)
@@ -181,6 +201,38 @@ async def test_closing_a_generator_frees_its_blocks_and_leaves_its_neighbour_alo
     await until(lambda: listener.is_idle, 2)
 
 
+async def test_a_pin_holds_ends_by_itself_while_idle_and_the_listener_hears_of_it(
+    engine: AsyncEngine, listener: Recorder
+) -> None:
+    prompt = (*range(40, 52),)
+    assert await engine.control(PinPrefix("p", Namespace(), prompt, 0, 1.0)) == NotResident(0)
+    await collect(engine, [*prompt], SamplingParams(temperature=0.0, max_tokens=1))
+    pinned = await engine.control(PinPrefix("p", Namespace(), prompt, 0, 1.0))
+    assert isinstance(pinned, Pinned)
+    assert (pinned.pin.num_tokens, pinned.num_pinned_blocks) == (12, 3)
+    await until(lambda: listener.step.cache.num_pinned_blocks == 3)
+    reset = await engine.control(ResetCache())
+    assert isinstance(reset, Dropped)
+    assert (reset.num_referenced_blocks, reset.num_pinned_blocks) == (0, 3)
+    await until(lambda: listener.step.cache.num_pinned_blocks == 0, 5)  # nothing was sent to it meanwhile
+    assert await engine.control(Unpin("p")) == Unpinned(None)
+    too_large = (*range(40),) * 1000
+    with pytest.raises(ControlRefusedError, match="pin budget"):
+        await engine.control(PinPrefix("q", Namespace(), too_large, 0, 1.0))
+
+
+async def test_commands_are_answered_while_requests_run(engine: AsyncEngine, listener: Recorder) -> None:
+    stream = asyncio.create_task(collect(engine, [8, 9], LONG))
+    await until(lambda: listener.step.num_running == 1)
+    views = await asyncio.gather(*(engine.control(ShowCache(5, 5)) for _ in range(20)))
+    for view in views:
+        assert isinstance(view, CacheView)
+        assert view.num_free_blocks + view.num_cached_blocks + view.num_referenced_blocks == view.num_blocks
+        assert view.num_referenced_blocks > 0
+    stream.cancel()
+    await until(lambda: listener.is_idle)
+
+
 async def test_a_request_without_a_text_fails_alone(
     engine: AsyncEngine, listener: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,15 +256,20 @@ async def test_an_engine_that_cannot_come_back_is_tried_again_until_it_can(
     await until(lambda: listener.step.num_running == 1)
     hidden = folder.rename(folder.parent / "hidden")
     os.kill(engine.engine_pid, signal.SIGKILL)  # type: ignore[arg-type]
-    with pytest.raises(EngineDeadError):
-        await asyncio.wait_for(stream, 5)
+    asked = asyncio.create_task(engine.control(ShowCache(5, 5)))  # sent to the dead: nobody will answer
+    for waiting in (stream, asked):
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(waiting, 5)
     assert engine.status is EngineStatus.DEAD
     with pytest.raises(EngineDeadError):
         engine.check([5], GREEDY)
+    with pytest.raises(EngineDeadError):
+        await engine.control(ShowCache(5, 5))
     await until(lambda: engine.num_restarts == 2, 30)
     hidden.rename(folder)
     await until(lambda: engine.status is EngineStatus.READY, 40)
     assert listener.num_restarts == 1
+    assert listener.infos == [engine.info] * 2
     assert [output.token_ids for output in await collect(engine, [8, 9], GREEDY)] == expected
     await until(lambda: listener.is_idle)
 

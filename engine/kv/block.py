@@ -11,11 +11,20 @@ Tokens = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of the pool. Free: ref_count 0 and no node. Cached: ref_count 0 with a node. Referenced: ref_count > 0."""
+    """One block of the pool. Free: ref_count 0 and no node. Cached: ref_count 0 with a node. Referenced: ref_count > 0.
+
+    ``ref_count`` counts requests, ``num_pins`` an operator's pins: a pinned block has a node, and keeps it.
+    """
 
     block_id: int
     ref_count: int = 0
+    num_pins: int = 0
     node: PrefixNode | None = None
+
+    @property
+    def is_reclaimable(self) -> bool:
+        """Cached, or free, and not pinned: it can be had once what hangs below it is gone."""
+        return self.ref_count == 0 and self.num_pins == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,8 @@ class PrefixNode:
 
     ``digest`` names its content beyond this process; None until somebody asked (see engine.kv.digest).
     A referenced block's ancestors are all referenced, so unreferenced nodes hang together at the bottom of the tree.
-    ``sorted_children`` are the keys of ``children`` in order: the longest common prefix is with a neighbour there.
+    A pinned block's ancestors are all pinned, too. ``sorted_children`` are the keys of ``children`` in order: the longest
+    common prefix is with a neighbour there. ``used_at`` (seconds) and ``num_hits`` are the history's, not the eviction's.
     """
 
     tokens: Tokens
@@ -59,6 +69,8 @@ class PrefixNode:
     block: Block | None
     depth: int
     last_used: int = 0
+    used_at: float = 0.0
+    num_hits: int = 0
     namespace: Namespace | None = None
     digest: bytes | None = None
     children: dict[Tokens, PrefixNode] = field(default_factory=dict, repr=False)
@@ -68,4 +80,4 @@ class PrefixNode:
 
     @property
     def is_evictable(self) -> bool:
-        return self.block is not None and self.block.ref_count == 0 and not self.children and not self.branches
+        return self.block is not None and self.block.is_reclaimable and not self.children and not self.branches

@@ -1,17 +1,23 @@
-"""Block tables: which blocks hold a running request's K and V, in order. The one writer of tables, pool and tree."""
+"""Block tables: which blocks hold a running request's K and V, in order. The one writer of tables, pool and tree while steps run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv.block import Block, BlockCopy, OpenBlock, PrefixNode, Tokens
 from engine.kv.eviction import EvictionPolicy, LRUPolicy
+from engine.kv.ghosts import Chain
+from engine.kv.history import CacheHistory, FoundTokens
+from engine.kv.operator import CacheOperator
+from engine.kv.pins import PinLimits, Pins
 from engine.kv.pool import BlockPool
-from engine.kv.prefix import PartialMatch, PrefixMatch, PrefixTree
+from engine.kv.prefix import PartialMatch, PrefixMatch, PrefixTree, public_namespace
 from engine.kv.tier_cache import TierCache, no_tiers
 from engine.kv.tiers import TierHit
 from engine.request import Namespace
+from engine.stats import PromptSources
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +25,7 @@ class _BlockTable:
     """A running request's blocks. The first ``num_committed`` are in the tree; ``tip`` is the node of the last of them.
 
     While there is none, and below the last public block, the tip is a root or a branch. ``open`` hangs at the tip.
+    ``num_tokens`` are computed by now, or will be copied.
     """
 
     namespace: Namespace
@@ -27,6 +34,7 @@ class _BlockTable:
     blocks: list[Block]
     block_ids: list[int]
     num_committed: int
+    num_tokens: int
     open: OpenBlock = field(default_factory=OpenBlock)
 
     def append(self, block: Block) -> None:
@@ -47,7 +55,7 @@ class KVCacheManager:
     free          gives all back; what was computed stays cached until its block is needed
 
     A step: admissions may ask for copies (``take_copies``), whose sources stay held until the step is over (``finish_step``,
-    before its commits). ``allow_partial`` is False for formats whose blocks cannot be shared in part: the quantized ones.
+    before its commits). Without ``pin_limits`` nothing can be pinned. ``allow_partial`` is False for formats whose blocks cannot be shared in part: the quantized ones.
     """
 
     def __init__(
@@ -58,6 +66,8 @@ class KVCacheManager:
         *,
         allow_partial: bool = True,
         tiers: TierCache | None = None,
+        pin_limits: PinLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
         self.num_evicted_blocks = 0
@@ -66,6 +76,9 @@ class KVCacheManager:
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(block_size, policy if policy is not None else LRUPolicy(), allow_partial=allow_partial)
         self.tiers = tiers if tiers is not None else no_tiers()
+        self.history = CacheHistory(num_blocks, block_size, clock)
+        pins = Pins(self._pool, self._tree, pin_limits if pin_limits is not None else PinLimits(num_blocks, 0, 0), clock)
+        self.operator = CacheOperator(self._pool, self._tree, pins, self.history)
         self._tables: dict[str, _BlockTable] = {}
         self._copies: list[BlockCopy] = []
         self._copy_sources: list[Block] = []
@@ -93,8 +106,24 @@ class KVCacheManager:
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that can be had now: free ones, and cached ones (each can be reached by evicting leaves)."""
-        return self._pool.num_free + self._pool.num_cached
+        """Blocks that can be had now: free ones, and cached ones that are not pinned (each is reached by evicting leaves)."""
+        return self._pool.num_available
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return self._pool.num_pinned
+
+    @property
+    def num_block_references(self) -> int:
+        """A block counts once for each table that holds it."""
+        return sum(len(table.blocks) for table in self._tables.values())
+
+    @property
+    def num_filled_slots(self) -> int:
+        """Tokens in the blocks that tables hold, each block counted once: committed ones are full and may be shared."""
+        num_open_blocks = sum(len(table.blocks) - table.num_committed for table in self._tables.values())
+        num_open_tokens = sum(table.num_tokens - table.num_committed * self.block_size for table in self._tables.values())
+        return (self._pool.num_referenced - num_open_blocks) * self.block_size + num_open_tokens
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -105,16 +134,16 @@ class KVCacheManager:
 
     def match_prefix(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int = 0) -> PrefixMatch:
         """The longest resident prefix. The full blocks of the first ``num_public_tokens`` tokens belong to no salt."""
-        num_public_blocks = num_public_tokens // self.block_size if namespace.salt else 0
+        num_public_blocks = self._tree.num_public_blocks(namespace, num_public_tokens)
         match = self._tree.match(namespace, token_ids, num_public_blocks)
         below = self.tiers.match(namespace, match.nodes, token_ids, num_public_blocks, self.block_size)
         return match.continued(below) if below else match
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, num_reserved: int) -> bool:
         """Whether a request of ``num_tokens`` known tokens fits beside ``num_reserved`` blocks promised to others."""
-        num_revived = sum(block.ref_count == 0 for block in match.blocks)
+        num_revived = sum(block.is_reclaimable for block in match.blocks)
         partial = match.partial
-        if partial is not None and partial.source.ref_count == 0 and not partial.can_be_taken_over:
+        if partial is not None and partial.source.is_reclaimable and not partial.can_be_taken_over:
             num_revived += 1
         num_needed = self.num_blocks_for(num_tokens) - len(match.nodes)
         return num_needed + num_revived + num_reserved <= self.num_available_blocks
@@ -127,6 +156,7 @@ class KVCacheManager:
         assert request_id not in self._tables, f"request {request_id} has a block table already"
         self._clock += 1
         blocks = list(match.blocks)
+        self.history.on_hit(match.found_nodes)
         for node, block in zip(match.nodes, blocks, strict=True):
             self._pool.retain(block)
             self._tree.touch(node, self._clock)
@@ -137,6 +167,7 @@ class KVCacheManager:
             blocks=blocks,
             block_ids=[block.block_id for block in blocks],
             num_committed=len(blocks),
+            num_tokens=match.num_tokens,
         )
         self._tree.hang(table.tip, table.open)
         self._tables[request_id] = table
@@ -206,17 +237,19 @@ class KVCacheManager:
 
     def _take_block(self) -> Block:
         if self._pool.num_free == 0:
-            victim = self._tree.victim()
+            victim = self._tree.pop_victim()
             assert victim is not None, "every cached block must be reachable by evicting leaves"
             self.num_evicted_blocks += 1
+            self.history.on_evict(victim)
             if len(victim.tokens) == self.block_size:
                 self.tiers.offload(victim)
-            self._pool.reclaim(self._tree.remove(victim))
+            self._forget(victim)
         return self._pool.allocate()
 
     def _release(self, block: Block) -> None:
         self._pool.release(block)
         if block.ref_count == 0 and block.node is not None:
+            self.history.on_release(block.node)
             self._tree.offer(block.node, self._clock)
 
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
@@ -227,6 +260,7 @@ class KVCacheManager:
         """
         table = self._tables[request_id]
         tip, size = table.tip, self.block_size
+        table.num_tokens = num_computed_tokens
         while (table.num_committed + 1) * size <= num_computed_tokens:
             index = table.num_committed
             tokens = tuple(token_ids[index * size : (index + 1) * size])
@@ -252,11 +286,16 @@ class KVCacheManager:
         """Insert the block, and free the partial one that it makes useless. (In this order: a parent without children may go.)"""
         useless = self._tree.superseded(parent, tokens) if parent.children else None
         node = self._tree.insert(parent, tokens, block)
+        if node.block is block:
+            self.history.on_publish(node)
         if useless is not None:
-            unused = self._tree.remove(useless)
-            if unused.ref_count == 0:
-                self._pool.reclaim(unused)
+            self._forget(useless)
         return node
+
+    def _forget(self, node: PrefixNode) -> None:
+        block = self._tree.remove(node)
+        if block.ref_count == 0:
+            self._pool.reclaim(block)
 
     def _adopt(self, table: _BlockTable, index: int, node: PrefixNode) -> None:
         """Let the table hold the node's block at ``index``, in place of a duplicate if that is what it holds."""
@@ -291,6 +330,12 @@ class KVCacheManager:
         """Every published full block, in no order. Read only."""
         return (node for node in self._tree.nodes() if len(node.tokens) == self.block_size)
 
+    def sources(self, namespace: Namespace, prompt: Sequence[int], match: PrefixMatch, found: FoundTokens) -> PromptSources:
+        """Where a prompt's tokens come from, as the cache stands now: ``found`` of them were found, the first by ``match``."""
+        top = public_namespace(namespace) if match.num_public_blocks else namespace
+        chain = Chain(namespace, top, match.num_public_blocks, self.block_size)
+        return self.history.label(prompt, found, match.nodes, chain)
+
     def block_table(self, request_id: str) -> list[int]:
         """The request's block ids in token order. Read only."""
         return self._tables[request_id].block_ids
@@ -300,6 +345,8 @@ class KVCacheManager:
         self._pool.check_integrity()
         nodes = self._tree.check_integrity()
         self.tiers.check_integrity()
+        self.operator.pins.check_integrity()
+        self.history.ghosts.check_integrity([node for node in nodes if len(node.tokens) == self.block_size])
         references: dict[int, int] = {}
         for block in (*(block for table in self._tables.values() for block in table.blocks), *self._copy_sources):
             references[block.block_id] = references.get(block.block_id, 0) + 1

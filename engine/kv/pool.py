@@ -13,6 +13,8 @@ class BlockPool:
         self.blocks = tuple(Block(block_id) for block_id in range(num_blocks))
         self._free = list(reversed(self.blocks))
         self._num_referenced = 0
+        self._num_pinned = 0
+        self._num_pinned_cached = 0
 
     @property
     def num_blocks(self) -> int:
@@ -30,6 +32,16 @@ class BlockPool:
     def num_cached(self) -> int:
         return self.num_blocks - self.num_free - self.num_referenced
 
+    @property
+    def num_pinned(self) -> int:
+        """Blocks under at least one pin, referenced or cached."""
+        return self._num_pinned
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had now: free ones, and cached ones that are not pinned."""
+        return self.num_free + self.num_cached - self._num_pinned_cached
+
     def allocate(self) -> Block:
         """Take a free block, with one reference. There must be one."""
         block = self._free.pop()
@@ -44,6 +56,7 @@ class BlockPool:
         assert block.ref_count > 0 or block.node is not None, f"block {block.block_id} is free and cannot be shared"
         if block.ref_count == 0:
             self._num_referenced += 1
+            self._num_pinned_cached -= block.num_pins > 0
         block.ref_count += 1
 
     def release(self, block: Block) -> None:
@@ -52,14 +65,30 @@ class BlockPool:
         block.ref_count -= 1
         if block.ref_count == 0:
             self._num_referenced -= 1
+            self._num_pinned_cached += block.num_pins > 0
             if block.node is None:
                 self._free.append(block)
 
     def reclaim(self, block: Block) -> None:
         """Free a cached block that the tree has just forgotten."""
-        assert block.ref_count == 0
+        assert block.is_reclaimable
         assert block.node is None
         self._free.append(block)
+
+    def pin(self, block: Block) -> None:
+        """Protect a published block, once more if it is pinned already."""
+        assert block.node is not None, f"block {block.block_id} is not published and cannot be pinned"
+        if block.num_pins == 0:
+            self._num_pinned += 1
+            self._num_pinned_cached += block.ref_count == 0
+        block.num_pins += 1
+
+    def unpin(self, block: Block) -> None:
+        assert block.num_pins > 0, f"block {block.block_id} was unpinned more often than it was pinned"
+        block.num_pins -= 1
+        if block.num_pins == 0:
+            self._num_pinned -= 1
+            self._num_pinned_cached -= block.ref_count == 0
 
     def check_integrity(self) -> None:
         free = {block.block_id for block in self._free}
@@ -68,4 +97,7 @@ class BlockPool:
             assert block.ref_count >= 0
             is_free = block.ref_count == 0 and block.node is None
             assert is_free == (block.block_id in free), f"block {block.block_id} and the free list disagree"
+            assert not block.num_pins or block.node is not None, f"block {block.block_id} is pinned and cannot be found"
         assert sum(block.ref_count > 0 for block in self.blocks) == self._num_referenced
+        assert sum(block.num_pins > 0 for block in self.blocks) == self._num_pinned
+        assert sum(block.num_pins > 0 and block.ref_count == 0 for block in self.blocks) == self._num_pinned_cached

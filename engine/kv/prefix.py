@@ -67,6 +67,12 @@ class PrefixMatch:
     def blocks(self) -> tuple[Block, ...]:
         return tuple(node.block for node in self.nodes if node.block is not None)
 
+    @property
+    def found_nodes(self) -> tuple[PrefixNode, ...]:
+        """All nodes that the match uses, be it in part; an open block has none."""
+        last = self.partial.source.node if self.partial is not None else None
+        return self.nodes if last is None else (*self.nodes, last)
+
     def without_partial(self) -> PrefixMatch:
         num_partial = self.partial.num_tokens if self.partial is not None else 0
         return replace(self, num_tokens=self.num_tokens - num_partial, partial=None)
@@ -85,6 +91,10 @@ class PrefixTree:
         self.allow_partial = allow_partial
         self._policy = policy
         self._roots: dict[Namespace, PrefixNode] = {}
+
+    def num_public_blocks(self, namespace: Namespace, num_public_tokens: int) -> int:
+        """How many blocks of a prompt that begins with so many public tokens are public; for those without a salt, all are."""
+        return num_public_tokens // self.block_size if namespace.salt else 0
 
     def match(self, namespace: Namespace, token_ids: Sequence[int], num_public_blocks: int = 0) -> PrefixMatch:
         """Follow the tokens down. At least one token is left to compute: a full hit would give no logits."""
@@ -230,9 +240,27 @@ class PrefixTree:
         if node.is_evictable:
             self._policy.add(node)
 
-    def victim(self) -> PrefixNode | None:
-        """The policy's choice, to be removed now; None when nothing is evictable."""
+    def pop_victim(self) -> PrefixNode | None:
+        """The policy's choice among the evictable nodes, to be removed now; None when there is none."""
         return self._policy.pop()
+
+    def protect(self, node: PrefixNode) -> None:
+        """The node was pinned."""
+        self._policy.discard(node)
+
+    def unprotect(self, node: PrefixNode) -> None:
+        """The node was unpinned: as old as it was before, it may be evicted again."""
+        if node.is_evictable:
+            self._policy.add(node)
+
+    def position(self, namespace: Namespace, nodes: Sequence[PrefixNode], num_public_blocks: int) -> PrefixNode | None:
+        """Where what continues these nodes would hang; None when the namespace has nothing there."""
+        if not nodes:
+            return self._roots.get(public_namespace(namespace) if num_public_blocks else namespace)
+        return nodes[-1] if len(nodes) != num_public_blocks else (nodes[-1].branches or {}).get(namespace)
+
+    def roots(self) -> tuple[PrefixNode, ...]:
+        return tuple(self._roots.values())
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Every node that holds a block."""
@@ -292,6 +320,11 @@ class PrefixTree:
             assert above.block.ref_count > 0, "a referenced block hangs below an unreferenced one"
         if node.children or node.branches:
             assert node not in self._policy, f"block {block.block_id} may be evicted from above others"
+        if block.num_pins > 0:
+            assert len(node.tokens) == self.block_size
+            assert above is None or above.block is None or above.block.num_pins > 0, (
+                "a pinned block hangs below one that is not"
+            )
         assert node.is_evictable == (node in self._policy), f"block {block.block_id}: evictable and policy disagree"
 
 

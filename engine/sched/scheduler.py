@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.kv.history import FoundTokens
 from engine.kv.manager import KVCacheManager
 from engine.kv.prefix import PrefixMatch
 from engine.kv.tiers import Tier
@@ -219,19 +220,10 @@ class Scheduler:
         num_resident = self._in_flight.forget(request.request_id)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = match.num_tokens
-            num_host, num_disk = match.num_tier_tokens(Tier.HOST), match.num_tier_tokens(Tier.DISK)
-            num_on_device = match.num_tokens - num_host - num_disk
-            self._counts.admissions.append(
-                Admission(
-                    request.request_id,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_cached_tokens=match.num_tokens,
-                    queue_seconds=self._clock() - request.arrival_time,
-                    num_in_flight_tokens=max(0, num_on_device - num_resident) if num_resident is not None else 0,
-                    num_host_tokens=num_host,
-                    num_disk_tokens=num_disk,
-                )
-            )
+            sources = self.manager.sources(request.namespace, request.prompt_token_ids, match, _found(match, num_resident))
+            wait = self._clock() - request.arrival_time
+            admission = Admission(request.request_id, request.num_prompt_tokens, match.num_tokens, wait, sources)
+            self._counts.admissions.append(admission)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = match.num_tokens
         self._running[request.request_id] = request
@@ -308,3 +300,11 @@ class Scheduler:
         self._in_flight.forget(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+
+
+def _found(match: PrefixMatch, num_resident: int | None) -> FoundTokens:
+    """The matched tokens by where they came from. ``num_resident`` were there before the request was held back for a running one."""
+    host, disk = match.num_tier_tokens(Tier.HOST), match.num_tier_tokens(Tier.DISK)
+    on_device = match.num_tokens - host - disk
+    in_flight = max(0, on_device - num_resident) if num_resident is not None else 0
+    return FoundTokens(device=on_device - in_flight, host=host, disk=disk, in_flight=in_flight)

@@ -9,12 +9,21 @@ from typing import Any
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
+from server.auth import Caller
 from server.body import read_json
 from server.engine_client import Tokenizer
-from server.errors import ClientGoneError, ModelNotServedError
+from server.errors import ClientGoneError, ModelNotServedError, log_name
 from server.schemas import CompletionRequest, Prompts, parse_completion_request
 from server.service import Service
-from server.streaming import CompletionHead, EventStream, Outputs, completion_events, until_disconnect, whole_completion
+from server.streaming import (
+    AnswerShape,
+    CompletionHead,
+    EventStream,
+    Outputs,
+    completion_events,
+    until_disconnect,
+    whole_completion,
+)
 
 # Longer texts are tokenized off the event loop: a few milliseconds of work that other streams should not wait for.
 _LONG_TEXT = 4096
@@ -29,19 +38,14 @@ def completions_router(service: Service) -> APIRouter:
         service.require_ready()
         body = parse_completion_request(await read_json(request, service.settings.max_body_bytes))
         _require_served(body.model, service.model_name)
-        generators = await _prepare(service, body, arrival_time)
+        caller: Caller = request.scope["octavo.caller"]
+        generators = await _prepare(service, body, caller.cache_salt(body.cache_salt), arrival_time)
         head = CompletionHead(id=f"cmpl-{uuid.uuid4().hex}", created=int(time.time()), model=service.model_name)
+        shape = AnswerShape(body.num_choices, body.include_usage, bool(body.return_cache_info))
         if body.stream:
-            return EventStream(
-                completion_events(
-                    generators,
-                    head,
-                    service.drain,
-                    include_usage=body.include_usage,
-                    request_id=request.scope["octavo.request_id"],
-                )
-            )
-        answer = await until_disconnect(request.receive, whole_completion(generators, head, service.drain))
+            name = log_name(request.scope)
+            return EventStream(completion_events(generators, head, shape, service.drain, log_name=name))
+        answer = await until_disconnect(request.receive, whole_completion(generators, head, shape, service.drain))
         if answer is None:
             raise ClientGoneError("the client hung up")
         return Response(answer, media_type="application/json")
@@ -54,17 +58,20 @@ def _require_served(asked: str | None, served: str) -> None:
         raise ModelNotServedError(f"the model {asked[:100]!r} is not served here; {served!r} is", param="model")
 
 
-async def _prepare(service: Service, body: CompletionRequest, arrival_time: float) -> list[Outputs]:
-    """The generators of an admissible request, not yet running. Raises what makes it inadmissible."""
+async def _prepare(service: Service, body: CompletionRequest, salt: str, arrival_time: float) -> list[Outputs]:
+    """The generators of an admissible request, not yet running: choice i of prompt p is number p * n + i.
+
+    Raises what makes it inadmissible.
+    """
     engine = service.engine
-    sampling = body.sampling_params()
-    prompts = await _tokenize(engine.tokenizer, body.prompts)
+    choices = body.sampling_params()
+    prompts = await tokenize(engine.tokenizer, body.prompts)
     for ids in prompts:
-        engine.check(ids, sampling)
-    return [engine.generate(ids, sampling, arrival_time=arrival_time) for ids in prompts]
+        engine.check(ids, choices[0])
+    return [engine.generate(ids, sampling, salt=salt, arrival_time=arrival_time) for ids in prompts for sampling in choices]
 
 
-async def _tokenize(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
+async def tokenize(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
     """Token ids are taken as they are; text gets the tokenizer's special tokens."""
 
     def work() -> list[list[int]]:

@@ -40,7 +40,7 @@ def run(core: EngineCore, *requests: Request) -> list[Admission]:
 def test_requests_that_arrive_in_one_step_compute_their_prefix_once() -> None:
     core, runner = make_core(make_scheduler())
     admissions = run(core, *(make_request(name, PROMPT, max_tokens=1) for name in "abc"))
-    assert [(a.num_cached_tokens, a.num_in_flight_tokens) for a in admissions] == [(0, 0), (29, 29), (29, 29)]
+    assert [(a.num_cached_tokens, a.sources.in_flight) for a in admissions] == [(0, 0), (29, 29), (29, 29)]
     assert runner.num_computed == 30 + 1 + 1
 
 
@@ -48,7 +48,7 @@ def test_what_was_resident_before_is_not_counted_as_in_flight() -> None:
     core, runner = make_core(make_scheduler())
     run(core, make_request("0", PROMPT[:10], max_tokens=1))
     admissions = run(core, make_request("a", PROMPT, max_tokens=1), make_request("b", [*PROMPT[:25], 1, 2], max_tokens=1))
-    assert [(a.num_cached_tokens, a.num_in_flight_tokens) for a in admissions] == [(10, 0), (25, 15)]
+    assert [(a.num_cached_tokens, a.sources.in_flight) for a in admissions] == [(10, 0), (25, 15)]
     assert runner.num_computed == 10 + 20 + 2
 
 

@@ -83,7 +83,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def sources(admission: Admission) -> tuple[int, int, int]:
-    return admission.num_device_tokens, admission.num_host_tokens, admission.num_disk_tokens
+    return admission.sources.device, admission.sources.host, admission.sources.disk
 
 
 def test_what_the_device_evicted_is_loaded_from_host_memory() -> None:
@@ -102,8 +102,8 @@ def test_part_on_the_device_part_in_host_memory() -> None:
     setup.ask("b", prompt_of(2, 13))  # evicts some of a's blocks, deepest first
     admission = setup.ask("c", prompt_of(1, 21))
     assert admission.num_cached_tokens == 20
-    assert admission.num_device_tokens > 0
-    assert admission.num_host_tokens > 0
+    assert admission.sources.device > 0
+    assert admission.sources.host > 0
 
 
 def test_a_request_waits_for_its_blocks_from_the_disk_and_nobody_waits_for_it() -> None:

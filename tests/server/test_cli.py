@@ -15,10 +15,11 @@ import pytest
 from engine.config import CacheConfig, SchedulerConfig
 from engine.errors import ConfigError
 from server import __version__, cli
+from server.auth import ApiKey
 from server.progress import LineProgress
 from server.serve import bind, curl_line
 from server.settings import Settings
-from server.units import format_bytes, parse_bytes
+from server.units import format_bytes, parse_bytes, parse_share_or_bytes
 from tests.fakes import fake_info
 
 ROOT = Path(__file__).parents[2]
@@ -58,13 +59,20 @@ EXPECTED = Settings(
     device="cuda",
     max_model_len=4096,
     cache=CacheConfig(
-        block_size=32, memory_bytes=4 * 2**30, fraction=0.7, host_bytes=2**31, disk_path="folder/blocks", disk_bytes=10**9
+        block_size=32,
+        memory_bytes=4 * 2**30,
+        fraction=0.7,
+        host_bytes=2**31,
+        disk_path="folder/blocks",
+        disk_bytes=10**9,
+        pin_budget_fraction=0.1,
     ),
     scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=99),
     host="0.0.0.0",
     port=9000,
     served_model_name="name",
     api_key="key",
+    admin_key="other key",
     shutdown_timeout=2.5,
 )
 VALUES = {
@@ -77,12 +85,14 @@ VALUES = {
     "host-cache": "2GiB",
     "disk-cache": "folder/blocks",
     "disk-cache-size": "1GB",
+    "pin-budget": "10%",
     "max-num-seqs": "5",
     "max-num-batched-tokens": "99",
     "host": "0.0.0.0",
     "port": "9000",
     "served-model-name": "name",
     "api-key": "key",
+    "admin-key": "other key",
     "shutdown-timeout": "2.5",
 }
 
@@ -100,6 +110,16 @@ def test_every_flag_is_an_environment_variable_too(parsed, monkeypatch) -> None:
     assert parsed == [EXPECTED]
 
 
+def test_files_of_keys_and_public_prefixes_are_read(parsed, monkeypatch, tmp_path) -> None:
+    keys, first, second = (tmp_path / name for name in ("keys", "first", "second"))
+    keys.write_text("# people\n\nalice: secret: with colon\n bob :b\n")
+    first.write_text("You are kind.\n")
+    second.write_text("Be brief.")
+    run_in_process(monkeypatch, "serve", f"--api-key-file={keys}", f"--public-prefix={first}", f"--public-prefix={second}")
+    assert parsed[0].api_keys == (ApiKey("alice", "secret: with colon"), ApiKey("bob", "b"))
+    assert parsed[0].public_prefixes == ("You are kind.\n", "Be brief.")
+
+
 def test_a_flag_wins_over_the_environment(parsed, monkeypatch) -> None:
     monkeypatch.setenv("OCTAVO_PORT", "9000")
     run_in_process(monkeypatch, "serve", "--port", "9001")
@@ -107,7 +127,11 @@ def test_a_flag_wins_over_the_environment(parsed, monkeypatch) -> None:
 
 
 def test_the_key_is_not_in_the_repr() -> None:
-    assert "key" not in repr(EXPECTED).replace("api_key", "")
+    settings = Settings(
+        api_key="hush-1", api_keys=(ApiKey("alice", "hush-2"),), admin_key="hush-3", public_prefixes=("hush-4",)
+    )
+    assert "hush" not in repr(settings)
+    assert "alice" in repr(settings)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +146,8 @@ def test_the_key_is_not_in_the_repr() -> None:
         (["--disk-cache", ""], "folder"),
         (["--disk-cache-size", "much"], "much"),
         (["--block-size", "0"], "0"),
+        (["--pin-budget", "101%"], "101%"),
+        (["--pin-budget", "some"], "some"),
         (["--max-num-seqs", "0"], "0"),
         (["--max-num-batched-tokens", "0"], "0"),
         (["--max-model-len", "1"], "1"),
@@ -129,6 +155,10 @@ def test_the_key_is_not_in_the_repr() -> None:
         (["--shutdown-timeout", "-1"], "-1"),
         (["--shutdown-timeout", "nan"], "nan"),
         (["--api-key", " "], "key"),
+        (["--admin-key", ""], "admin key"),
+        (["--api-key", "same", "--admin-key", "same"], "admin key"),
+        (["--api-key-file", "/no/such/file"], "/no/such/file"),
+        (["--public-prefix", "/no/such/file"], "/no/such/file"),
         (["--served-model-name", ""], "name"),
     ],
 )
@@ -201,6 +231,14 @@ def test_sizes(text, size) -> None:
 def test_what_is_no_size(text) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.25", 0.25), ("25%", 0.25), ("0", 0.0), ("1", 1.0), ("100 %", 1.0), ("2", 2), ("64MiB", 64 * 2**20)]
+)
+def test_a_budget_is_a_share_or_a_size(text, value) -> None:
+    parsed = parse_share_or_bytes(text)
+    assert (parsed, type(parsed)) == (value, type(value))
 
 
 def test_sizes_are_printed_in_the_largest_fitting_unit() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.request import SamplingParams
+from engine.stats import PromptSources
 from server.schemas import CompletionRequest
 from tests.fakes import BOS, FakeEngine
 
@@ -135,7 +136,7 @@ async def test_length_is_reported_as_finish_reason(http) -> None:
 async def test_null_stands_for_the_default_everywhere(client) -> None:
     engine = FakeEngine()
     fields = set(CompletionRequest.model_fields) - {"prompt"}
-    assert len(fields) == 23
+    assert len(fields) == 25
     async with client(engine) as http:
         response = await http.post(URL, json={"prompt": "a"} | dict.fromkeys(fields))
     assert response.status_code == 200, response.text
@@ -221,3 +222,76 @@ async def test_openapi_describes_the_body(http) -> None:
     schema = paths[URL]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema["required"] == ["prompt"]
     assert "temperature" in schema["properties"]
+
+
+async def test_n_choices_of_each_prompt_in_order_with_the_prompt_counted_once(client) -> None:
+    engine = FakeEngine(num_cached_tokens=2)
+    async with client(engine) as http:
+        body = (await http.post(URL, json={"prompt": ["ab", "cde"], "n": 3, "best_of": 3, "seed": 7})).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+        *((index, "ba") for index in range(3)),
+        *((index, "edc") for index in range(3, 6)),
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 3 + 4,
+        "completion_tokens": 3 * (3 + 4),
+        "total_tokens": 7 + 21,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    assert [sampling.seed for _, sampling in engine.requests] == [7, 8, 9] * 2
+
+
+async def test_n_without_a_seed_leaves_each_choice_to_its_own(client) -> None:
+    engine = FakeEngine()
+    async with client(engine) as http:
+        await http.post(URL, json={"prompt": "ab", "n": 2})
+        await http.post(URL, json={"prompt": "ab", "n": 2, "seed": 2**63 - 1})
+    assert [sampling.seed for _, sampling in engine.requests] == [None, None, 2**63 - 1, -(2**63)]
+
+
+@pytest.mark.parametrize("n", [2, 5])
+async def test_a_stream_of_n_choices_interleaves_and_is_the_whole_answer(client, n) -> None:
+    async with client(FakeEngine(delay=0.002)) as http:
+        request = {"prompt": ["hello", "you"], "max_tokens": 20, "n": n}
+        whole = (await http.post(URL, json=request)).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = events_of((await http.post(URL, json=request | options)).text)
+    texts = dict.fromkeys(range(2 * n), "")
+    order = [chunk["choices"][0]["index"] for chunk in chunks[:-1]]
+    for chunk in chunks[:-1]:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert list(texts.values()) == [choice["text"] for choice in whole["choices"]]
+    assert order != sorted(order)
+    assert chunks[-1]["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": 128, "prompt": ["a"] * 9}, "128 of 9 prompts makes 1152 choices; at most 1024"),
+        ({"n": 2, "best_of": 3}, "best_of 3 with n 2"),
+        ({"n": 2, "best_of": 1}, "best_of 1 with n 2"),
+    ],
+)
+async def test_too_many_choices_are_refused_with_the_numbers(client, fields, words) -> None:
+    engine = FakeEngine()
+    async with client(engine) as http:
+        refused = await http.post(URL, json={"prompt": "a"} | fields)
+    assert refused.status_code == 400
+    assert words in refused.json()["error"]["message"]
+    assert engine.requests == []
+
+
+async def test_cache_info_comes_on_demand_and_does_not_tell_what_others_have(client) -> None:
+    sources = PromptSources(device=1, host=2, disk=3, in_flight=4, evicted=5, other_namespace=6, unseen=7, evicted_seconds=1.5)
+    async with client(FakeEngine(sources=sources)) as http:
+        plain = (await http.post(URL, json={"prompt": "ab", "return_cache_info": False})).json()
+        assert "cache_info" not in plain["choices"][0]
+        asked = {"prompt": "ab", "n": 2, "return_cache_info": True}
+        whole = (await http.post(URL, json=asked)).json()
+        chunks = events_of((await http.post(URL, json=asked | {"stream": True})).text)
+    expected = {"device": 1, "host": 2, "disk": 3, "in_flight": 4, "evicted": 5, "unseen": 13, "evicted_seconds": 1.5}
+    assert [choice["cache_info"] for choice in whole["choices"]] == [expected] * 2
+    infos = [c["choices"][0]["cache_info"] for c in chunks if "cache_info" in c["choices"][0]]
+    assert infos == [expected] * 2
+    assert "other_namespace" not in json.dumps(whole)

@@ -32,13 +32,14 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]])
 @pytest.mark.parametrize("delay", [0.01, 60.0])  # while tokens come, and while none does
-async def test_hanging_up_closes_every_generator(live, stream, prompt, delay) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+async def test_hanging_up_closes_every_generator(live, stream, prompt, delay, n) -> None:
     engine = FakeEngine(pieces=lambda _: LONG, delay=delay)
-    num = len(prompt)
+    num = n * len(prompt)
     drain = Drain()
     async with live(engine, drain) as address:
         _, writer = await asyncio.open_connection(*address)
-        writer.write(request_bytes(prompt=prompt, stream=stream))
+        writer.write(request_bytes(prompt=prompt, stream=stream, n=n))
         await until(lambda: engine.num_running == num)
         await asyncio.sleep(0.03)
         assert drain.num_active == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.request import FinishReason
-from engine.stats import Admission, CacheStats, StepStats
-from server.metrics import Metrics, RateWindow
+from engine.stats import Admission, CacheStats, PromptSources, StepStats
+from server.instruments import CountedHistogram, RateWindow
+from server.metrics import Metrics
 from tests.fakes import fake_info
 
 # The golden list: what issue 2 fixes, with types and label names. Renaming any of these breaks dashboards and alerts.
@@ -22,6 +23,14 @@ FAMILIES = {
     "octavo_kv_cache_blocks": ("gauge", ("state",)),
     "octavo_kv_cache_usage_ratio": ("gauge", ()),
     "octavo_kv_cache_efficiency_ratio": ("gauge", ()),
+    "octavo_kv_cache_sharing_factor": ("gauge", ()),
+    "octavo_kv_cache_internal_waste_ratio": ("gauge", ()),
+    "octavo_kv_cache_pinned_bytes": ("gauge", ()),
+    "octavo_kv_cache_tier_bytes": ("gauge", ("tier",)),
+    "octavo_kv_cache_duplicate_bytes_saved_total": ("counter", ()),
+    "octavo_kv_cache_reuse_gap_seconds": ("histogram", ()),
+    "octavo_kv_cache_idle_before_evict_seconds": ("histogram", ()),
+    "octavo_prompt_tokens_by_source_total": ("counter", ("source",)),
     "octavo_prefix_cache_query_tokens_total": ("counter", ()),
     "octavo_prefix_cache_hit_tokens_total": ("counter", ()),
     "octavo_prompt_tokens_total": ("counter", ()),
@@ -45,6 +54,9 @@ FAMILIES = {
     ),
     "octavo_build_info": ("gauge", ("python", "version")),
 }
+
+
+SOURCES = ("device", "host", "disk", "in_flight", "evicted", "other_namespace", "unseen")
 
 
 class Clock:
@@ -76,6 +88,11 @@ def step(**changes: Any) -> StepStats:
         block_bytes=1600,
         block_size=16,
         num_context_tokens=100,
+        num_block_references=20,
+        num_filled_slots=96,
+        num_pinned_blocks=5,
+        host_bytes=700,
+        disk_bytes=90,
     )
     values: dict[str, Any] = {
         "num_scheduled_tokens": 70,
@@ -88,6 +105,9 @@ def step(**changes: Any) -> StepStats:
         "num_waiting": 4,
         "step_seconds": 0.025,
         "cache": cache,
+        "num_merged_blocks": 2,
+        "reuse_gaps": ((0.5, 3), (90_000.0, 1)),
+        "evict_idles": ((2.0, 4),),
     }
     return StepStats(**(values | changes))
 
@@ -103,6 +123,9 @@ IDLE = {
     "num_waiting": 0,
     "step_seconds": 0.0,
     "cache": CacheStats(40, 28, 12, 0, 1600, 16, 0),
+    "num_merged_blocks": 0,
+    "reuse_gaps": (),
+    "evict_idles": (),
 }
 
 
@@ -117,7 +140,7 @@ def metrics(clock) -> Metrics:
 
 
 def test_families_are_the_golden_list(metrics) -> None:
-    metrics.set_info(fake_info())
+    metrics.on_ready(fake_info())
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -135,6 +158,10 @@ def test_every_label_value_exists_from_the_start(metrics) -> None:
     for state in ("referenced", "cached", "free"):
         assert found[f"octavo_kv_cache_blocks{{state={state}}}"] == 0
         assert found[f"octavo_kv_cache_bytes{{state={state}}}"] == 0
+    for tier in ("device", "host", "disk"):
+        assert found[f"octavo_kv_cache_tier_bytes{{tier={tier}}}"] == 0
+    for source in SOURCES:
+        assert found[f"octavo_prompt_tokens_by_source_total{{source={source}}}"] == 0
     for kind in ("prompt", "generation"):
         assert found[f"octavo_throughput_tokens_per_second{{kind={kind}}}"] == 0
     assert not [name for name in found if "_created" in name]
@@ -161,6 +188,42 @@ def test_cache_gauges_tell_what_the_last_step_said(metrics) -> None:
     assert found["octavo_requests_waiting"] == 4
 
 
+def test_what_sharing_saves_and_waste_costs(metrics) -> None:
+    found = samples(metrics)
+    assert found["octavo_kv_cache_reuse_gap_seconds_count"] == found["octavo_kv_cache_idle_before_evict_seconds_sum"] == 0
+    metrics.on_step(step())
+    metrics.on_step(step())
+    found = samples(metrics)
+    assert found["octavo_kv_cache_sharing_factor"] == 20 / 8
+    assert found["octavo_kv_cache_internal_waste_ratio"] == pytest.approx(1 - 96 / 128)
+    assert found["octavo_kv_cache_pinned_bytes"] == 5 * 1600
+    tiers = {tier: found[f"octavo_kv_cache_tier_bytes{{tier={tier}}}"] for tier in ("device", "host", "disk")}
+    assert tiers == {"device": 20 * 1600, "host": 700, "disk": 90}
+    assert found["octavo_kv_cache_duplicate_bytes_saved_total"] == 2 * 2 * 1600
+    gap = "octavo_kv_cache_reuse_gap_seconds"
+    assert (found[f"{gap}_count"], found[f"{gap}_sum"]) == (8, 2 * (1.5 + 90_000))
+    assert [found[f"{gap}_bucket{{le={bound}}}"] for bound in ("0.3", "1.0", "86400.0", "+Inf")] == [0, 6, 6, 8]
+    assert found["octavo_kv_cache_idle_before_evict_seconds_count"] == 8
+    metrics.on_step(step(**IDLE))
+    found = samples(metrics)
+    assert (found["octavo_kv_cache_sharing_factor"], found["octavo_kv_cache_internal_waste_ratio"]) == (1, 0)
+
+
+def test_a_value_on_a_bound_is_below_it_as_prometheus_has_it() -> None:
+    registry, plain = CollectorRegistry(), CollectorRegistry()
+    bulk, one_by_one = CountedHistogram("h", "x", (1, 2), registry), Histogram("h", "x", buckets=(1, 2), registry=plain)
+    values = ((0.5, 2), (1.0, 3), (1.5, 1), (2.0, 1), (7.0, 4))
+    bulk.observe(values)
+    for value, count in values:
+        for _ in range(count):
+            one_by_one.observe(value)
+
+    def lines(source: CollectorRegistry) -> list[str]:
+        return [line for line in generate_latest(source).decode().splitlines() if "_created" not in line]
+
+    assert lines(registry) == lines(plain)
+
+
 def test_step_counts_add_up_and_steps_without_tokens_are_no_steps(metrics) -> None:
     metrics.on_step(step())
     metrics.on_step(step(step_seconds=0.07))
@@ -177,8 +240,8 @@ def test_step_counts_add_up_and_steps_without_tokens_are_no_steps(metrics) -> No
 
 
 def test_admissions_tokens_and_ends_are_counted(metrics) -> None:
-    metrics.on_admission(Admission("a", 100, 64, 0.004))
-    metrics.on_admission(Admission("b", 20, 0, 0.2))
+    metrics.on_admission(Admission("a", 100, 64, 0.004, PromptSources(device=48, in_flight=16, evicted=30, unseen=6)))
+    metrics.on_admission(Admission("b", 20, 0, 0.2, PromptSources(other_namespace=16, unseen=4)))
     metrics.on_token(0.120, first=True)
     metrics.on_token(0.030, first=False)
     metrics.on_token(0.050, first=False)
@@ -188,6 +251,17 @@ def test_admissions_tokens_and_ends_are_counted(metrics) -> None:
     assert found["octavo_prompt_tokens_total"] == 120
     assert found["octavo_prefix_cache_query_tokens_total"] == 120
     assert found["octavo_prefix_cache_hit_tokens_total"] == 64
+    sources = {source: found[f"octavo_prompt_tokens_by_source_total{{source={source}}}"] for source in SOURCES}
+    assert sources == {
+        "device": 48,
+        "host": 0,
+        "disk": 0,
+        "in_flight": 16,
+        "evicted": 30,
+        "other_namespace": 16,
+        "unseen": 10,
+    }
+    assert sum(sources.values()) == found["octavo_prompt_tokens_total"]
     assert found["octavo_request_queue_seconds_count"] == 2
     assert found["octavo_request_queue_seconds_sum"] == pytest.approx(0.204)
     assert found["octavo_generation_tokens_total"] == 3
@@ -236,7 +310,7 @@ def test_a_rate_window_stays_small(clock) -> None:
 
 
 def test_gauges_fall_to_zero_when_the_engine_dies_and_counters_stay(metrics) -> None:
-    metrics.set_info(fake_info())
+    metrics.on_ready(fake_info())
     metrics.on_step(step())
     metrics.on_restart()
     found = samples(metrics)
@@ -249,7 +323,7 @@ def test_gauges_fall_to_zero_when_the_engine_dies_and_counters_stay(metrics) -> 
 
 
 def test_a_new_engine_shows_its_empty_cache_before_any_step(metrics) -> None:
-    metrics.set_info(fake_info())
+    metrics.on_ready(fake_info())
     found = samples(metrics)
     assert found["octavo_kv_cache_blocks{state=free}"] == 40
     assert found["octavo_kv_cache_capacity_bytes"] == 40 * 32_768
@@ -258,12 +332,12 @@ def test_a_new_engine_shows_its_empty_cache_before_any_step(metrics) -> None:
     (info,) = [key for key in found if key.startswith("octavo_cache_config_info")]
     assert "block_size=16" in info
     assert "num_blocks=40" in info
-    metrics.set_info(fake_info(num_blocks=50))
+    metrics.on_ready(fake_info(num_blocks=50))
     (info,) = [key for key in samples(metrics) if key.startswith("octavo_cache_config_info")]
     assert "num_blocks=50" in info
 
 
 def test_info_does_not_overwrite_what_a_step_has_said(metrics) -> None:
     metrics.on_step(step())
-    metrics.set_info(fake_info())
+    metrics.on_ready(fake_info())
     assert samples(metrics)["octavo_requests_running"] == 6

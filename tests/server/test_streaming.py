@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import pytest
 
@@ -71,9 +72,12 @@ def test_fold_joins_the_texts_of_each_index_and_drops_what_says_nothing() -> Non
 
 
 def test_usage_sums_over_prompts() -> None:
-    usage = usage_of([output("", 5), output("", 7)])
+    usage = usage_of({0: output("", 5), 1: output("", 7)})
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 12, 18)
     assert usage.prompt_tokens_details.cached_tokens == 4
+    of_one_prompt = usage_of({0: output("", 5), 1: replace(output("", 7), num_cached_tokens=3)}, n=2)
+    assert (of_one_prompt.prompt_tokens, of_one_prompt.completion_tokens) == (3, 12)
+    assert of_one_prompt.prompt_tokens_details.cached_tokens == 2, "what the first choice found; the other owes it the rest"
 
 
 async def test_drain_waits_for_the_last_active_request() -> None:
