@@ -91,7 +91,7 @@ def step(**changes: Any) -> StepStats:
         num_block_references=20,
         num_filled_slots=96,
         num_pinned_blocks=5,
-        host_bytes=700,
+        num_host_blocks=3,
         disk_bytes=90,
     )
     values: dict[str, Any] = {
@@ -198,7 +198,7 @@ def test_what_sharing_saves_and_waste_costs(metrics) -> None:
     assert found["octavo_kv_cache_internal_waste_ratio"] == pytest.approx(1 - 96 / 128)
     assert found["octavo_kv_cache_pinned_bytes"] == 5 * 1600
     tiers = {tier: found[f"octavo_kv_cache_tier_bytes{{tier={tier}}}"] for tier in ("device", "host", "disk")}
-    assert tiers == {"device": 20 * 1600, "host": 700, "disk": 90}
+    assert tiers == {"device": 20 * 1600, "host": 3 * 1600, "disk": 90}
     assert found["octavo_kv_cache_duplicate_bytes_saved_total"] == 2 * 2 * 1600
     gap = "octavo_kv_cache_reuse_gap_seconds"
     assert (found[f"{gap}_count"], found[f"{gap}_sum"]) == (8, 2 * (1.5 + 90_000))
