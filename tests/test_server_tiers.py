@@ -1,4 +1,4 @@
-"""``octavo serve`` with a disk cache, as real processes: stopped, killed, restarted, two at a time."""
+"""``octavo serve`` with a disk cache, as real processes: stopped, killed at work, started again, two at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -14,7 +15,7 @@ from tests.real_server import RealServer, serving, starting, until
 from tests.tiny_folder import make_folder
 
 PROMPT = list(range(10, 75))  # four full blocks of 16 and a token
-FLAGS = ("--kv-cache-memory", "200KB", "--max-model-len", "120")  # 13 blocks
+SMALL = ("--max-model-len", "120", "--kv-cache-memory", "49152")  # 8 blocks: one request
 
 
 @pytest.fixture(scope="module")
@@ -32,67 +33,57 @@ def ask(server: RealServer, prompt: list[int] = PROMPT) -> tuple[str, int]:
     return body["choices"][0]["text"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_server_that_was_stopped_finds_its_cache_again(folder: Path, tmp_path: Path) -> None:
-    flags = (*FLAGS, "--disk-cache", str(tmp_path))
+def files(disk: Path) -> int:
+    return len([*disk.glob("*/*.kv")])
+
+
+def test_blocks_are_written_while_nobody_asks_and_at_a_stop_and_found_after_it(folder: Path, tmp_path: Path) -> None:
+    flags = (*SMALL, "--disk-cache", str(tmp_path), "--host-cache", "24576")  # 4 blocks; 2 of them are written at a time
     with serving(folder, *flags) as server:
         text, cached = ask(server)
         assert cached == 0
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
-    with serving(folder, *flags) as server:
-        assert ask(server) == (text, 64)
-        assert any("--host-cache" in line for line in server.lines), "the operator is told what the disk needs"
-
-
-def test_what_was_evicted_is_written_while_nobody_asks(folder: Path, tmp_path: Path) -> None:
-    flags = ("--kv-cache-memory", "49152", "--max-model-len", "120", "--disk-cache", str(tmp_path), "--host-cache", "24576")
-    with serving(folder, *flags) as server:  # 8 blocks, 4 of host memory: 2 of them are being written at a time
-        ask(server)
         assert (
             server.post(prompt=[200, *range(10, 115)], max_tokens=1).status_code == 200
         )  # one step, which evicts 3 full blocks
-        until(lambda: len([*tmp_path.glob("*/*.kv")]) >= 3)
+        until(lambda: files(tmp_path) >= 3)
         usage = psutil.Process(server.engine.pid).cpu_times().user
         time.sleep(0.5)
         assert psutil.Process(server.engine.pid).cpu_times().user - usage < 0.2, "then it sleeps"
-
-
-def test_a_server_that_was_killed_at_work_starts_again_on_the_same_folder(folder: Path, tmp_path: Path) -> None:
-    flags = (*FLAGS, "--disk-cache", str(tmp_path), "--host-cache", "100KB")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+    assert files(tmp_path) >= 4 + 6
     with serving(folder, *flags) as server:
-        text, _ = ask(server)
-        engine = server.engine
+        assert ask(server) == (text, 64)
+
+
+def test_two_servers_on_one_folder_of_which_one_is_killed_at_work(folder: Path, tmp_path: Path) -> None:
+    flags = (*SMALL, "--disk-cache", str(tmp_path))
+    with starting(folder, *flags) as one, starting(folder, *flags) as two:
+        for server in (one, two):
+            server.wait_ready()
+        texts = {ask(server)[0] for server in (one, two)}
 
         def load() -> None:
-            for number in range(200):
+            for number in range(250):
                 try:
-                    ask(server, [number, *PROMPT])
-                except Exception:
+                    ask(one, [number, *PROMPT])
+                except httpx.HTTPError:
                     return  # killed, as planned
 
         client = threading.Thread(target=load)
         client.start()
-        until(lambda: len([*tmp_path.glob("*/*.kv")]) >= 10)
+        until(lambda: files(tmp_path) >= 20)
+        engine = one.engine
         engine.kill()
-        server.process.kill()
+        one.process.kill()
         client.join()
-    with starting(folder, *flags) as server:
-        server.wait_ready()
-        assert ask(server)[0] == text
+        assert files(tmp_path) < 250 * 4, "it was killed at work"
+        texts.add(ask(two)[0])
+    with serving(folder, *flags) as three:
+        text, cached = ask(three)
+        assert {text} == texts
+        assert cached == 64
         assert [*tmp_path.glob("*.tmp")] == []
-        assert len([*tmp_path.glob("*.lock")]) == 1
-        assert "WARNING" not in server.stderr, "there is nothing to complain of"
-
-
-def test_two_servers_on_one_folder(folder: Path, tmp_path: Path) -> None:
-    flags = (*FLAGS, "--disk-cache", str(tmp_path), "--host-cache", "100KB")
-    with serving(folder, *flags) as one, serving(folder, *flags) as two:
-        texts = {ask(server)[0] for server in (one, two, one, two)}
-        for number in range(8):
-            texts_of_both = {ask(server, [100 + number, *PROMPT])[0] for server in (one, two)}
-            assert len(texts_of_both) == 1
-        texts |= {ask(server)[0] for server in (one, two)}
-        assert len(texts) == 1
-        one.process.send_signal(signal.SIGTERM)
-        assert one.process.wait(20) == 0
-        assert ask(two)[0] in texts
+        assert len([*tmp_path.glob("*.lock")]) == 1, "what the killed ones left is gone"
+        assert "WARNING" not in three.stderr
+        assert any("--host-cache" in line for line in three.lines), "the operator is told what the disk needs"

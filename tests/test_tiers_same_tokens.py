@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from engine.config import CacheConfig
-from engine.llm import LLM, Completion
+from engine.core import StepOutput
+from engine.llm import LLM
 from engine.request import SamplingParams
+from engine.stats import Admission
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
 BLOCK_BYTES = 737_280  # 16 tokens of 2 x 30 layers x 3 KV heads x 64 x float32
 TEXTS = (
@@ -20,47 +22,47 @@ TEXTS = (
 )
 
 
-def make_llm(path: Path, *, num_blocks: int = 200, host_blocks: int = 0, disk: Path | None = None) -> LLM:
-    cache = CacheConfig(
-        memory_bytes=num_blocks * BLOCK_BYTES,
-        host_bytes=host_blocks * BLOCK_BYTES,
-        disk_path=str(disk) if disk is not None else None,
-    )
-    return LLM(str(path), cache=cache)
+class Asked:
+    """An LLM of few blocks, and what its admissions said."""
 
+    def __init__(self, path: Path, **cache: object) -> None:
+        self.llm = LLM(str(path), cache=CacheConfig(**cache))  # type: ignore[arg-type]
+        self.admissions: list[Admission] = []
+        self._step = self.llm.core.step
+        self.llm.core.step = self._recorded_step  # type: ignore[method-assign]
 
-def ask(llm: LLM, number: int) -> Completion:
-    completion = llm.generate([TEXTS[number]], GREEDY)[0]
-    while llm.core.is_disk_busy:
-        llm.core.wait_for_disk(1.0)
-        llm.core.poll_disk()
-    return completion
+    def _recorded_step(self) -> StepOutput:
+        output = self._step()
+        self.admissions.extend(output.admissions)
+        return output
+
+    def ask(self, number: int) -> tuple[int, ...]:
+        """The answer's tokens; the disk has come to rest by then."""
+        tokens = self.llm.generate([TEXTS[number]], GREEDY)[0].token_ids
+        while self.llm.core.is_disk_busy:
+            self.llm.core.wait_for_disk(1.0)
+            self.llm.core.poll_disk()
+        return tokens
 
 
 @pytest.fixture(scope="module")
 def expected(smollm2_path: Path) -> list[tuple[int, ...]]:
-    llm = make_llm(smollm2_path)
-    return [ask(llm, number).token_ids for number in range(len(TEXTS))]
+    plain = Asked(smollm2_path, memory_bytes=100 * BLOCK_BYTES)
+    return [plain.ask(number) for number in range(len(TEXTS))]
 
 
-def test_from_host_memory(smollm2_path: Path, expected: list[tuple[int, ...]]) -> None:
-    llm = make_llm(smollm2_path, num_blocks=8, host_blocks=40)
-    for number in (0, 1, 2, 0, 1, 2):
-        answer = ask(llm, number)
-        assert answer.token_ids == expected[number]
-    assert answer.num_cached_tokens >= 48
-
-
-def test_from_the_disk_and_after_a_restart(smollm2_path: Path, tmp_path: Path, expected: list[tuple[int, ...]]) -> None:
-    llm = make_llm(smollm2_path, num_blocks=8, host_blocks=8, disk=tmp_path)
-    for number in (0, 1, 2, 0, 1, 2):
-        answer = ask(llm, number)
-        assert answer.token_ids == expected[number]
-    assert answer.num_cached_tokens >= 48
-    llm.close()
-    llm = make_llm(smollm2_path, num_blocks=8, host_blocks=8, disk=tmp_path)
+def test_from_host_memory_from_the_disk_and_after_a_restart(
+    smollm2_path: Path, tmp_path: Path, expected: list[tuple[int, ...]]
+) -> None:
+    cache = {"memory_bytes": 8 * BLOCK_BYTES, "host_bytes": 8 * BLOCK_BYTES, "disk_path": str(tmp_path)}
+    first = Asked(smollm2_path, **cache)
+    for number in (0, 1, 0, 2, 1, 0):
+        assert first.ask(number) == expected[number]
+    assert any(admission.num_host_tokens >= 16 for admission in first.admissions)
+    assert any(admission.num_disk_tokens >= 16 for admission in first.admissions)
+    first.llm.close()
+    again = Asked(smollm2_path, **cache)
     for number in range(len(TEXTS)):
-        answer = ask(llm, number)
-        assert answer.token_ids == expected[number]
-        assert answer.num_cached_tokens >= 48, "the process that knew it is gone, its files are not"
-    llm.close()
+        assert again.ask(number) == expected[number]
+        assert again.admissions[-1].num_disk_tokens >= 48, "the process that knew it is gone, its files are not"
+    again.llm.close()

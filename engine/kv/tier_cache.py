@@ -68,7 +68,7 @@ class TierCache:
     @property
     def is_busy(self) -> bool:
         """Whether ``poll`` has something to wait for."""
-        return bool(self._unwritten or self._writing or self._reading or self._deleting)
+        return bool(self._unwritten or self._writing or self._reading or self._deleting or self._promotions)
 
     @property
     def unwritten(self) -> list[HostEntry]:

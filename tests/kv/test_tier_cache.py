@@ -242,12 +242,22 @@ def test_dropping_a_prefix_takes_all_that_continues_it_in_all_tiers() -> None:
 
 
 def test_a_block_that_is_dropped_while_it_is_written_does_not_stay_on_the_disk() -> None:
-    bench = Bench(num_slots=2, max_files=10)
+    bench = Bench(num_slots=4, max_files=10)
     bench.evict(NS, (1, 2))
     bench.run_step()
     assert [job[0] for job in bench.io.jobs] == ["write"]
+    assert bench.tiers.reset().num_host_blocks == 1
+    bench.settle()
+    assert bench.io.files == {}
+    assert bench.match(NS, (1, 2, 3)) == ()
+
+
+def test_a_block_that_is_dropped_while_it_is_written_can_come_again_at_once() -> None:
+    bench = Bench(num_slots=4, max_files=10)
+    bench.evict(NS, (1, 2))
+    bench.run_step()
     bench.tiers.reset()
-    bench.evict(NS, (1, 2))  # and again at once
+    bench.evict(NS, (1, 2))
     bench.run_step()
     bench.settle()
     assert len(bench.io.files) == 1
@@ -269,7 +279,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(num_slots=3, max_files=4)
+        self.bench = Bench(num_slots=4, max_files=4)
         self.loaded: list[tuple[int, object]] = []
         self.promotions: list[Promotion] = []
         self.in_step = False
@@ -352,4 +362,4 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestTierMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
