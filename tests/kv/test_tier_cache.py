@@ -179,6 +179,21 @@ def test_an_unusable_file_is_a_miss(spoil: str) -> None:
     assert bench.match(NS, (1, 2, 3)) == ()
 
 
+def test_what_is_still_being_read_is_not_loaded() -> None:
+    bench = Bench(num_slots=1, max_files=10)
+    for first in (1, 8):
+        bench.evict(NS, (first, first + 1))
+        bench.run_step()
+        bench.settle()
+    bench.tiers.promote(bench.match(NS, (1, 2, 3)))
+    assert [hit.is_ready for hit in bench.match(NS, (1, 2, 3))] == [False]
+    assert bench.load(NS, (1, 2, 3)) == []
+    bench.run_step()
+    bench.settle()
+    assert len(bench.load(NS, (1, 2, 3))) == 1
+    bench.run_step()
+
+
 def test_two_promotions_of_one_block_read_it_once() -> None:
     bench = Bench(num_slots=2, max_files=10)
     for first in (1, 3, 5):
