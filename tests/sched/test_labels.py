@@ -1,0 +1,67 @@
+"""What admissions and step counts say about sharing, against plain recounts, under random load in a small cache."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.stats import CacheStats
+from tests.factories import make_core, make_request, make_scheduler
+
+
+def check_recount(scheduler: object, cache: CacheStats) -> None:
+    """References and filled slots, counted one by one over the running requests."""
+    running = scheduler._running.values()  # type: ignore[attr-defined]
+    tables = {r.request_id: scheduler.manager.block_table(r.request_id) for r in running}  # type: ignore[attr-defined]
+    slots = {
+        (tables[request.request_id][position // 4], position % 4)
+        for request in running
+        for position in range(request.num_computed_tokens)
+    }
+    assert cache.num_filled_slots == len(slots)
+    assert cache.num_block_references == sum(len(table) for table in tables.values())
+    distinct = len({block for table in tables.values() for block in table})
+    assert cache.num_referenced_blocks == distinct
+    assert cache.sharing_factor == (cache.num_block_references / distinct if distinct else 1)
+    assert 0 <= cache.internal_waste < 1
+    assert cache.device_bytes == (cache.num_blocks - cache.num_free_blocks) * cache.block_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_labels_sum_to_the_prompt_and_stats_are_a_plain_recount(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = make_scheduler(num_blocks=12, budget=16)
+    core, _ = make_core(scheduler)
+    stems = [[rng.randrange(9) for _ in range(20)] for _ in range(2)]
+    lengths: dict[str, int] = {}
+    admitted: list[str] = []
+    num_merged = num_evicted = num_reused = num_idled = 0
+    for index in range(40):
+        if rng.random() < 0.6:
+            prompt = rng.choice(stems)[: rng.randint(1, 20)] + [rng.randrange(9) for _ in range(rng.randint(0, 3))]
+            lengths[str(index)] = len(prompt)
+            core.add(make_request(str(index), prompt, max_tokens=rng.randint(1, 6), salt=rng.choice("ab")))
+        if lengths and rng.random() < 0.1:
+            core.abort(rng.choice(list(lengths)))
+        if not core.has_work:
+            continue
+        output = core.step()
+        for admission in output.admissions:
+            sources = admission.sources
+            assert sources.num_tokens == admission.num_prompt_tokens == lengths[admission.request_id]
+            assert sources.num_cached_tokens == admission.num_cached_tokens
+            assert (sources.evicted_seconds is not None) == (sources.evicted > 0)
+            admitted.append(admission.request_id)
+        check_recount(scheduler, output.stats.cache)
+        scheduler.manager.check_integrity()
+        num_merged += output.stats.num_merged_blocks
+        num_evicted += output.stats.num_evicted_blocks
+        num_reused += sum(count for _, count in output.stats.reuse_gaps)
+        num_idled += sum(count for _, count in output.stats.evict_idles)
+    assert len(set(admitted)) == len(admitted), "a request is labelled once, however often it is preempted"
+    assert num_idled == num_evicted == scheduler.manager.num_evicted_blocks
+    assert num_merged == scheduler.manager.num_merged_blocks
+    assert num_reused <= sum(lengths.values())
