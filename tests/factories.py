@@ -56,9 +56,7 @@ class WatchedPool(BlockPool):
 
 
 def make_manager(num_blocks: int, block_size: int, **options: object) -> KVCacheManager:
-    manager = KVCacheManager(num_blocks, block_size, **options)  # type: ignore[arg-type]
-    manager._pool = WatchedPool(num_blocks)
-    return manager
+    return KVCacheManager(num_blocks, block_size, pool=WatchedPool(num_blocks), **options)  # type: ignore[arg-type]
 
 
 def make_scheduler(

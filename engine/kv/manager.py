@@ -64,6 +64,7 @@ class KVCacheManager:
         block_size: int,
         policy: EvictionPolicy | None = None,
         *,
+        pool: BlockPool | None = None,
         allow_partial: bool = True,
         tiers: TierCache | None = None,
         pin_limits: PinLimits | None = None,
@@ -73,7 +74,8 @@ class KVCacheManager:
         self.num_evicted_blocks = 0
         self.num_copied_blocks = 0
         self.num_merged_blocks = 0
-        self._pool = BlockPool(num_blocks)
+        self._pool = pool if pool is not None else BlockPool(num_blocks)
+        assert self._pool.num_blocks == num_blocks
         self._tree = PrefixTree(block_size, policy if policy is not None else LRUPolicy(), allow_partial=allow_partial)
         self.tiers = tiers if tiers is not None else no_tiers()
         self.history = CacheHistory(num_blocks, block_size, clock)
