@@ -68,6 +68,9 @@ class CacheView(msgspec.Struct, frozen=True, tag="view"):
     num_cached_blocks: int
     num_referenced_blocks: int
     num_pinned_blocks: int
+    num_host_blocks: int
+    num_disk_blocks: int
+    disk_bytes: int
     pin_limit_blocks: int
     pins: tuple[PinView, ...]
     namespaces: tuple[NamespaceView, ...]
@@ -93,12 +96,16 @@ class Unpinned(msgspec.Struct, frozen=True, tag="unpinned"):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """What went, and what stayed although it was meant: used by running requests, pinned, or continued by something that stays."""
+    """What went from the device, and what stayed there although it was meant: used by running requests, pinned, or continued by
+    something that stays; and what went from host memory and the disk. See ``DropCounts`` for ``is_exact_below``."""
 
     num_blocks: int
     num_referenced_blocks: int
     num_pinned_blocks: int
     num_continued_blocks: int
+    num_host_blocks: int
+    num_disk_blocks: int
+    is_exact_below: bool
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -146,6 +153,9 @@ class CacheControl:
             num_cached_blocks=manager.num_cached_blocks,
             num_referenced_blocks=manager.num_referenced_blocks,
             num_pinned_blocks=manager.num_pinned_blocks,
+            num_host_blocks=manager.tiers.host.num_used,
+            num_disk_blocks=len(manager.tiers.disk),
+            disk_bytes=manager.tiers.disk.num_bytes,
             pin_limit_blocks=operator.pins.limits.max_blocks,
             pins=tuple(self._view(pin) for pin in operator.pins),
             namespaces=survey.namespaces,
@@ -169,4 +179,12 @@ class CacheControl:
         return PinView(pin.pin_id, pin.num_tokens, len(pin.nodes), self._operator.pins.seconds_left(pin))
 
     def _dropped(self, counts: DropCounts) -> Dropped:
-        return Dropped(counts.num_dropped, counts.num_referenced, counts.num_pinned, counts.num_continued)
+        return Dropped(
+            num_blocks=counts.num_dropped,
+            num_referenced_blocks=counts.num_referenced,
+            num_pinned_blocks=counts.num_pinned,
+            num_continued_blocks=counts.num_continued,
+            num_host_blocks=counts.num_host,
+            num_disk_blocks=counts.num_disk,
+            is_exact_below=counts.is_exact_below,
+        )

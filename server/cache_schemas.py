@@ -67,6 +67,10 @@ class ViewWriter:
             "capacity_bytes": self._bytes(view.num_blocks),
             "blocks": blocks,
             "bytes": {state: self._bytes(count) for state, count in blocks.items()},
+            "tiers": {
+                "host": self._sized(view.num_host_blocks),
+                "disk": {"blocks": view.num_disk_blocks, "bytes": view.disk_bytes},
+            },
             "pinned": self._sized(view.num_pinned_blocks),
             "pin_limit": self._sized(view.pin_limit_blocks),
             "pins": [self.pin(pin) for pin in view.pins],
@@ -79,13 +83,18 @@ class ViewWriter:
         return {"id": pin.pin_id, "tokens": pin.num_tokens, **self._sized(pin.num_blocks), "seconds_left": pin.seconds_left}
 
     def dropped(self, dropped: Dropped) -> dict[str, Any]:
-        """``complete`` when nothing that was meant has stayed."""
+        """``complete`` when nothing that was meant has stayed, as far as that can be told."""
         kept = {
             "referenced": dropped.num_referenced_blocks,
             "pinned": dropped.num_pinned_blocks,
             "continued": dropped.num_continued_blocks,
         }
-        return {"dropped": self._sized(dropped.num_blocks), "kept_blocks": kept, "complete": not any(kept.values())}
+        gone = {"host_blocks": dropped.num_host_blocks, "disk_blocks": dropped.num_disk_blocks}
+        return {
+            "dropped": self._sized(dropped.num_blocks) | gone,
+            "kept_blocks": kept,
+            "complete": dropped.is_exact_below and not any(kept.values()),
+        }
 
     def _namespace(self, item: NamespaceView) -> dict[str, Any]:
         return {

@@ -13,12 +13,19 @@ from engine.kv.block import PrefixNode
 
 @dataclass(slots=True)
 class DropCounts:
-    """What went, and what stayed although it was meant: used by running requests, pinned, or continued by what stays."""
+    """What went, and what stayed although it was meant: used by running requests, pinned, or continued by what stays.
+
+    ``is_exact_below`` is False when host memory and disk may still hold blocks that were meant: they are known by digests of
+    whole blocks, so what only begins with the last tokens of a prefix cannot be told from the rest.
+    """
 
     num_dropped: int = 0
     num_referenced: int = 0
     num_pinned: int = 0
     num_continued: int = 0
+    num_host: int = 0
+    num_disk: int = 0
+    is_exact_below: bool = True
 
 
 def descendants(nodes: Iterable[PrefixNode]) -> list[PrefixNode]:

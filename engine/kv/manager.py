@@ -80,7 +80,7 @@ class KVCacheManager:
         self.tiers = tiers if tiers is not None else no_tiers()
         self.history = CacheHistory(num_blocks, block_size, clock)
         pins = Pins(self._pool, self._tree, pin_limits if pin_limits is not None else PinLimits(num_blocks, 0, 0), clock)
-        self.operator = CacheOperator(self._pool, self._tree, pins, self.history)
+        self.operator = CacheOperator(self._pool, self._tree, self.tiers, pins, self.history)
         self._tables: dict[str, _BlockTable] = {}
         self._copies: list[BlockCopy] = []
         self._copy_sources: list[Block] = []

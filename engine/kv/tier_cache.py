@@ -6,7 +6,7 @@ kept in both places: a block that was loaded stays in host memory, one that was 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv.block import PrefixNode, Tokens
@@ -71,6 +71,10 @@ class TierCache:
         return bool(self._unwritten or self._writing or self._reading or self._deleting or self._promotions)
 
     @property
+    def is_empty(self) -> bool:
+        return not self.host.num_used and not len(self.disk)
+
+    @property
     def unwritten(self) -> list[HostEntry]:
         """Host blocks that are not on the disk, the most recently used first."""
         return [entry for entry in self.host.by_use() if entry.is_ready and self.disk.find(entry.digest) is None]
@@ -78,6 +82,19 @@ class TierCache:
     def digest(self, node: PrefixNode) -> bytes:
         """What ``drop`` knows the node's block by."""
         return self._digester.of(node)
+
+    def digests_of(
+        self, namespace: Namespace, token_ids: Sequence[int], num_public_blocks: int, block_size: int
+    ) -> list[bytes]:
+        """What ``drop`` knows the full blocks of these tokens by, wherever they are."""
+        digests: list[bytes] = []
+        digest = self._digester.of_root(public_namespace(namespace) if num_public_blocks else namespace)
+        for index in range(len(token_ids) // block_size):
+            if index == num_public_blocks and index > 0:
+                digest = self._digester.of_root(namespace, digest)
+            digest = child_digest(digest, token_ids[index * block_size : (index + 1) * block_size])
+            digests.append(digest)
+        return digests
 
     def match(
         self,
@@ -282,8 +299,11 @@ class TierCache:
             self._deleting.add(key.digest)
             self._io.delete(key)
 
-    def drop(self, digest: bytes) -> Dropped:
-        """Forget the block and all that continue it, in host memory and on the disk. Between steps only."""
+    def drop(self, digest: bytes, before: Iterable[bytes] = ()) -> Dropped:
+        """Forget the block and all that continue it, in host memory and on the disk. Between steps only.
+
+        ``before``: the blocks that it continues, the nearest first; of them go those that nothing else continues here.
+        """
         below: dict[bytes, set[bytes]] = {}
         for entry in self.host:
             below.setdefault(entry.above[:PREFIX_BYTES], set()).add(entry.digest)
@@ -295,6 +315,10 @@ class TierCache:
                 if child not in doomed:
                     doomed.add(child)
                     stack.append(child)
+        for above in before:
+            if below.get(above[:PREFIX_BYTES], set()) - doomed:
+                break
+            doomed.add(above)
         return self._forget(doomed)
 
     def reset(self) -> Dropped:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from engine.control import CacheControl, CacheView, Dropped, DropPrefix, PinPrefix, ResetCache, ShowCache
+from engine.kv.digest import Digester
 from engine.kv.manager import KVCacheManager
 from engine.kv.pins import PinLimits
+from engine.kv.tier_cache import NoDisk, Tier, TierCache
+from engine.kv.tiers import DiskTier, HostTier
 from engine.request import Namespace
 from tests.kv.test_manager import NS, start
 
@@ -28,6 +31,10 @@ def cache(manager: KVCacheManager, tokens: list[int], namespace: Namespace = NS,
     manager.check_integrity()
 
 
+def dropped(num_blocks: int, referenced: int, pinned: int, continued: int, host: int = 0, disk: int = 0) -> Dropped:
+    return Dropped(num_blocks, referenced, pinned, continued, host, disk, is_exact_below=True)
+
+
 def num_found(manager: KVCacheManager, tokens: list[int], namespace: Namespace = NS, num_public: int = 0) -> int:
     return manager.match_prefix(namespace, [*tokens, 999], num_public).num_tokens
 
@@ -40,13 +47,13 @@ def test_a_drop_takes_what_begins_with_the_tokens_and_leaves_what_others_continu
     manager, control = make()
     cache(manager, [*SYSTEM, 10, 11, 12, 13])
     cache(manager, [*SYSTEM, 20, 21])
-    assert drop(control, [*SYSTEM, 10, 11]) == Dropped(2, 0, 0, 2)
+    assert drop(control, [*SYSTEM, 10, 11]) == dropped(2, 0, 0, 2)
     manager.check_integrity()
     assert num_found(manager, [*SYSTEM, 10, 11, 12, 13]) == 4
     assert num_found(manager, [*SYSTEM, 20, 21]) == 6
-    assert drop(control, SYSTEM) == Dropped(3, 0, 0, 0)
+    assert drop(control, SYSTEM) == dropped(3, 0, 0, 0)
     assert manager.num_free_blocks == 40
-    assert drop(control, SYSTEM) == Dropped(0, 0, 0, 0)
+    assert drop(control, SYSTEM) == dropped(0, 0, 0, 0)
 
 
 def test_a_drop_of_tokens_that_end_inside_a_block_takes_only_blocks_that_begin_with_them() -> None:
@@ -55,7 +62,7 @@ def test_a_drop_of_tokens_that_end_inside_a_block_takes_only_blocks_that_begin_w
     cache(manager, [*SYSTEM, 10, 77])
     cache(manager, [*SYSTEM, 20, 21])
     cache(manager, [*SYSTEM, 10])
-    assert drop(control, [*SYSTEM, 10]) == Dropped(2, 0, 0, 2)
+    assert drop(control, [*SYSTEM, 10]) == dropped(2, 0, 0, 2)
     assert num_found(manager, [*SYSTEM, 20, 21]) == 6
     assert num_found(manager, [*SYSTEM, 10, 11]) == 4
     manager.check_integrity()
@@ -68,14 +75,14 @@ def test_what_is_in_use_or_pinned_stays_and_is_counted() -> None:
     cache(manager, [30, 31])
     start(manager, "a", [*SYSTEM, 10, 11, 12])
     control.apply(PinPrefix("p", NS, (30, 31), 0, 60.0))
-    assert control.apply(ResetCache()) == Dropped(2, 3, 1, 0)
+    assert control.apply(ResetCache()) == dropped(2, 3, 1, 0)
     manager.check_integrity()
     assert num_found(manager, [*SYSTEM, 10, 11]) == 6
     assert num_found(manager, [30, 31]) == 2
     manager.free("a")
-    dropped = control.apply(ResetCache())
-    assert isinstance(dropped, Dropped)
-    assert (dropped.num_referenced_blocks, dropped.num_pinned_blocks) == (0, 1)
+    again = control.apply(ResetCache())
+    assert isinstance(again, Dropped)
+    assert (again.num_referenced_blocks, again.num_pinned_blocks) == (0, 1)
     assert (manager.num_free_blocks, manager.num_cached_blocks) == (39, 1)
 
 
@@ -85,10 +92,10 @@ def test_a_tenants_drop_leaves_public_blocks_and_other_tenants_alone() -> None:
     for tenant in (ALICE, BOB):
         cache(manager, prompt, tenant, 4)
     assert manager.num_cached_blocks == 4
-    assert drop(control, prompt, ALICE, 4) == Dropped(1, 0, 0, 0)
+    assert drop(control, prompt, ALICE, 4) == dropped(1, 0, 0, 0)
     assert num_found(manager, prompt, ALICE, 4) == 4
     assert num_found(manager, prompt, BOB, 4) == 6
-    assert drop(control, SYSTEM, NS) == Dropped(3, 0, 0, 0), "without a salt, all that continues public blocks is meant"
+    assert drop(control, SYSTEM, NS) == dropped(3, 0, 0, 0), "without a salt, all that continues public blocks is meant"
     manager.check_integrity()
     assert manager.num_free_blocks == 40
 
@@ -131,4 +138,82 @@ def test_an_empty_cache_can_be_shown_and_reset() -> None:
     _, control = make()
     view = show(control)
     assert (view.namespaces, view.by_bytes, view.by_hits, view.pins) == ((), (), (), ())
-    assert control.apply(ResetCache()) == Dropped(0, 0, 0, 0)
+    assert control.apply(ResetCache()) == dropped(0, 0, 0, 0)
+
+
+def make_tiered(num_blocks: int = 8, num_slots: int = 40) -> tuple[KVCacheManager, CacheControl]:
+    """A small device over a large host tier; ``cache`` runs no steps, so what is stored is stored by name only."""
+    tiers = TierCache(Digester(b"p" * 32), HostTier(num_slots), DiskTier(0), NoDisk())
+    manager = KVCacheManager(num_blocks, 2, tiers=tiers, clock=lambda: 0.0)
+    return manager, CacheControl(manager)
+
+
+def num_below(manager: KVCacheManager, tokens: list[int], namespace: Namespace = NS, num_public: int = 0) -> int:
+    """Tokens that the tiers below the device would add to a match."""
+    match = manager.match_prefix(namespace, [*tokens, 999], num_public)
+    return match.num_tier_tokens(Tier.HOST) + match.num_tier_tokens(Tier.DISK)
+
+
+def push_out(manager: KVCacheManager) -> None:
+    cache(manager, [*range(900, 916)])
+
+
+def test_a_drop_reaches_what_was_pushed_out_to_host_memory() -> None:
+    manager, control = make_tiered()
+    for namespace in (ALICE, BOB):
+        cache(manager, [*SYSTEM, 10, 11, 12, 13], namespace)
+        cache(manager, [*SYSTEM, 20, 21], namespace)
+    push_out(manager)
+    assert num_below(manager, [*SYSTEM, 10, 11, 12, 13], ALICE) == 8
+    assert drop(control, [*SYSTEM, 10, 11], ALICE) == dropped(0, 0, 0, 0, host=2)
+    assert num_below(manager, [*SYSTEM, 10, 11, 12, 13], ALICE) == 4
+    assert num_below(manager, [*SYSTEM, 20, 21], ALICE) == 6
+    assert drop(control, [*SYSTEM, 20, 21], ALICE) == dropped(0, 0, 0, 0, host=3), "nothing else continues the system prompt"
+    assert num_below(manager, [*SYSTEM, 10, 11, 12, 13], BOB) == 8, "another tenant's is another prefix"
+    manager.check_integrity()
+
+
+def test_a_tenants_drop_leaves_public_blocks_in_host_memory_and_an_unsalted_one_takes_all_below() -> None:
+    manager, control = make_tiered()
+    prompt = [*SYSTEM, 10, 11]
+    for namespace in (ALICE, BOB):
+        cache(manager, prompt, namespace, 4)
+    push_out(manager)
+    assert drop(control, prompt, ALICE, 4) == dropped(0, 0, 0, 0, host=1)
+    assert num_below(manager, prompt, ALICE, 4) == 4
+    assert num_below(manager, prompt, BOB, 4) == 6
+    of_the_public_part = drop(control, SYSTEM, BOB, 4)
+    assert isinstance(of_the_public_part, Dropped)
+    assert (of_the_public_part.num_host_blocks, of_the_public_part.is_exact_below) == (0, False)
+    assert drop(control, SYSTEM, NS) == dropped(0, 0, 0, 0, host=3)
+    assert num_below(manager, prompt, BOB, 4) == 0
+    manager.check_integrity()
+
+
+def test_what_ends_inside_a_block_cannot_be_told_apart_below_and_the_answer_says_so() -> None:
+    manager, control = make_tiered()
+    cache(manager, [*SYSTEM, 10, 11])
+    push_out(manager)
+    gone = drop(control, [*SYSTEM, 10])
+    assert isinstance(gone, Dropped)
+    assert (gone.num_host_blocks, gone.is_exact_below) == (0, False)
+    assert num_below(manager, [*SYSTEM, 10, 11]) == 6
+    cache(manager, [*SYSTEM, 10, 11, 12, 13])  # back on the device, from where it is known by its tokens
+    gone = drop(control, [*SYSTEM, 10])
+    assert isinstance(gone, Dropped)
+    assert gone.num_host_blocks >= 1
+    assert num_found(manager, [*SYSTEM, 10, 11]) <= 4
+    manager.check_integrity()
+
+
+def test_a_reset_empties_all_tiers_and_a_view_counts_them() -> None:
+    manager, control = make_tiered()
+    cache(manager, [*SYSTEM, 10, 11])
+    cache(manager, [*SYSTEM, 10, 11], ALICE)
+    push_out(manager)
+    assert show(control).num_host_blocks == 6
+    assert control.apply(ResetCache()) == dropped(8, 0, 0, 0, host=6)
+    assert (show(control).num_host_blocks, manager.num_free_blocks) == (0, 8)
+    for namespace in (NS, ALICE):
+        assert num_found(manager, [*SYSTEM, 10, 11], namespace) == 0
+    manager.check_integrity()
