@@ -12,7 +12,8 @@ from engine.control import CacheControl, Command, DropPrefix, PinPrefix, ResetCa
 from engine.kv.pins import PinLimits
 from engine.request import Namespace
 from engine.stats import CacheStats
-from tests.factories import make_core, make_request, make_scheduler
+from tests.factories import expected_tokens, make_core, make_request, make_scheduler
+from tests.sched.test_scheduler_tiers import make_setup
 
 
 def check_recount(scheduler: object, cache: CacheStats) -> None:
@@ -85,3 +86,34 @@ def test_labels_sum_to_the_prompt_and_stats_are_a_plain_recount(seed: int) -> No
             core.step()
     assert not core.has_work, "pins leave room for the longest request, so all come to their end"
     assert scheduler.manager.num_referenced_blocks == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_drops_and_resets_beside_moving_tiers_change_no_token_and_leave_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    setup = make_setup(num_blocks=12, num_slots=6, max_files=8)
+    control = CacheControl(setup.core.scheduler.manager)
+    stems = [[rng.randrange(9) for _ in range(20)] for _ in range(2)]
+    prompts: dict[str, list[int]] = {}
+    for index in range(50):
+        if rng.random() < 0.5:
+            prompt = prompts[str(index)] = [*rng.choice(stems)[: rng.randint(1, 20)], rng.randrange(9)]
+            setup.core.add(make_request(str(index), prompt, max_tokens=rng.randint(1, 6), salt=rng.choice("ab")))
+        if rng.random() < 0.3:
+            control.apply(random_command(rng, str(index), rng.choice(stems)))
+            setup.core.scheduler.manager.check_integrity()
+        setup.disk.work(rng.randrange(4))
+        if setup.core.has_work:
+            setup.step()
+        else:
+            setup.core.poll_disk()
+    setup.run()
+    for request_id, prompt in prompts.items():
+        tokens = setup.tokens[request_id]
+        assert tokens == expected_tokens(prompt, len(tokens))
+    control.apply(ResetCache())
+    setup.settle()
+    assert setup.core.scheduler.manager.num_free_blocks == 12
+    assert setup.core.scheduler.manager.tiers.is_empty
+    assert not setup.disk.files
