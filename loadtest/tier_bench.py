@@ -61,17 +61,19 @@ class TierBench:
             ask = self._asker(server.url)
             ask(self._prompt(16))  # the first request ever pays for what is loaded late
             for prompt in prompts:
-                rows["cold"].append(ask(prompt))
-                rows["device"].append(ask(prompt))
-                self._push(ask, 1)
-                rows["host"].append(ask(prompt))
-                self._push(ask, 2)
-                rows["disk"].append(ask(prompt))
+                for name, num_pushed in (("cold", 0), ("device", 0), ("host", 1), ("disk", 2)):
+                    self._push(ask, num_pushed)
+                    self._note(rows, name, ask(prompt))
         with serving(command, self._ready_timeout_s) as server:
             ask = self._asker(server.url)
             ask(self._prompt(16))
-            rows["restart"] = [ask(prompt) for prompt in prompts]
+            for prompt in prompts:
+                self._note(rows, "restart", ask(prompt))
         return rows
+
+    def _note(self, rows: dict[str, list[Sample]], name: str, sample: Sample) -> None:
+        rows[name].append(sample)
+        print(f"{name}: {1000 * sample.ttft_s:,.0f} ms, {sample.cached_tokens} cached", file=sys.stderr, flush=True)
 
     def _prompt(self, length: int | None = None) -> tuple[int, ...]:
         rng = random.SystemRandom()
