@@ -96,6 +96,13 @@ def test_what_the_device_evicted_is_loaded_from_host_memory() -> None:
     assert setup.runner.num_loads == 5
 
 
+def test_only_full_blocks_go_down() -> None:
+    setup = make_setup(num_blocks=8, num_slots=20, max_files=0)
+    setup.ask("a", prompt_of(1, 22))  # computes 25 tokens: six full blocks and a token
+    setup.ask("b", prompt_of(2, 28))
+    assert setup.core.idle_stats().cache.num_host_blocks == 6
+
+
 def test_part_on_the_device_part_in_host_memory() -> None:
     setup = make_setup(num_blocks=8, num_slots=20, max_files=0)
     setup.ask("a", prompt_of(1, 21))
@@ -200,6 +207,7 @@ def test_a_public_prefix_is_shared_from_the_disk_and_what_follows_is_not() -> No
     for number in range(4):
         setup.ask(f"again{number}", prompt_of(30 + number, 40))
     assert sources(ask("c", 1, "x")) == (0, 0, 16), "x finds its own again"
+    assert ask("d", 1, "z").num_cached_tokens == 8, "what was loaded for x hangs below x's branch"
     dropped = setup.core.scheduler.manager.tiers.drop(
         setup.core.scheduler.manager.tiers.match(make_request("q", public, salt="x").namespace, (), [*public, 0], 2, BLOCK)[
             0
