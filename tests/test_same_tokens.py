@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ import transformers
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.llm import LLM
-from engine.request import SamplingParams
+from engine.request import Namespace, Request, SamplingParams
+from engine.stats import Admission
 
 NUM_TOKENS = 64
+REQUEST_NUMBERS = itertools.count()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
 PROMPTS = (
     "The capital of France is",
@@ -75,6 +79,65 @@ def test_with_prefix_hits(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     resumed = llm.generate(longer, SamplingParams(temperature=0.0, max_tokens=rest, min_tokens=rest))
     assert [answer.num_cached_tokens for answer in resumed] == [len(ids) - 1 for ids in longer], "generated tokens are reusable"
     assert [answer.token_ids for answer in resumed] == [tokens[40:] for tokens in expected]
+
+
+def add(llm: LLM, salt: str, prompt: Sequence[int], max_tokens: int) -> Request:
+    """A greedy request in a namespace of its own, where nothing is cached yet."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, min_tokens=max_tokens)
+    request = Request(f"same-{next(REQUEST_NUMBERS)}", tuple(prompt), sampling, seed=0, namespace=Namespace(salt=salt))
+    llm.core.add(request)
+    return request
+
+
+def finish(llm: LLM) -> list[Admission]:
+    admissions: list[Admission] = []
+    while llm.core.has_work:
+        admissions += llm.core.step().admissions
+        llm.core.scheduler.manager.check_integrity()
+    return admissions
+
+
+def outputs(request: Request) -> tuple[int, ...]:
+    return tuple(request.token_ids[request.num_prompt_tokens :])
+
+
+@pytest.mark.parametrize("num_equal", [1, 14, 21])
+def test_with_a_partial_block_hit(llm: LLM, expected: list[tuple[int, ...]], num_equal: int) -> None:
+    """What is resident differs from the prompt within a block: the block is copied up to there, and computed on."""
+    salt, prompt = f"partial {num_equal}", llm.tokenizer.encode(PROMPTS[-1])
+    add(llm, salt, [*prompt[:num_equal], 5, 6, 7, 8, 9], max_tokens=2)
+    finish(llm)
+    num_copied = llm.core.scheduler.manager.num_copied_blocks
+    request = add(llm, salt, prompt, NUM_TOKENS)
+    finish(llm)
+    assert (request.num_cached_tokens, llm.core.scheduler.manager.num_copied_blocks) == (num_equal, num_copied + 1)
+    assert outputs(request) == expected[-1]
+
+
+def test_samples_and_other_prompts_that_share_a_step(llm: LLM, expected: list[tuple[int, ...]]) -> None:
+    """Three times each prompt, and each with a part of its answer, all at once and nothing cached."""
+    prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    requests: list[tuple[Request, tuple[int, ...]]] = []
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        requests += [(add(llm, "step", [*prompt, *tokens[:21]], NUM_TOKENS - 21), tokens[21:]) for _ in range(3)]
+        requests.append((add(llm, "step", [*prompt, *tokens[:30]], NUM_TOKENS - 30), tokens[30:]))
+    admissions = finish(llm)
+    assert [outputs(request) for request, _ in requests] == [tokens for _, tokens in requests]
+    assert sum(a.sources.in_flight == a.num_cached_tokens == a.num_prompt_tokens - 1 for a in admissions) >= 16
+    assert sum(a.num_prompt_tokens - a.num_cached_tokens for a in admissions) <= sum(map(len, prompts)) + 8 * 21 + 2 * 8 + 8 * 9
+
+
+def test_forked_from_the_open_block_of_a_running_request(llm: LLM, expected: list[tuple[int, ...]]) -> None:
+    prompt = llm.tokenizer.encode(PROMPTS[0])
+    first = add(llm, "fork", prompt, NUM_TOKENS)
+    for _ in range(23):
+        llm.core.step()
+    fork = add(llm, "fork", first.token_ids, NUM_TOKENS - 23)
+    other = add(llm, "fork", [*first.token_ids[:-5], 5], 1)
+    finish(llm)
+    assert fork.num_cached_tokens == fork.num_prompt_tokens - 1
+    assert other.num_cached_tokens == other.num_prompt_tokens - 1
+    assert (outputs(first), outputs(fork)) == (expected[0], expected[0][23:])
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
