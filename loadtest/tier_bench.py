@@ -59,14 +59,14 @@ class TierBench:
         prompts = [self._prompt() for _ in range(num_repetitions)]
         with serving(command, self._ready_timeout_s) as server:
             ask = self._asker(server.url)
-            ask(self._prompt(16))  # the first request ever pays for what is loaded late
+            ask(self._prompt())  # the first long prompt ever pays for what is compiled and loaded late
             for prompt in prompts:
                 for name, num_pushed in (("cold", 0), ("device", 0), ("host", 1), ("disk", 2)):
                     self._push(ask, num_pushed)
                     self._note(rows, name, ask(prompt))
         with serving(command, self._ready_timeout_s) as server:
             ask = self._asker(server.url)
-            ask(self._prompt(16))
+            ask(self._prompt())
             for prompt in prompts:
                 self._note(rows, "restart", ask(prompt))
         return rows
