@@ -7,17 +7,24 @@ from dataclasses import dataclass, field
 from engine.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "fp8", "int8", "k8v4", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV cache. ``memory_bytes`` wins over ``fraction`` (of the memory that is free after the weights are loaded)."""
+    """The KV cache. ``memory_bytes`` wins over ``fraction`` (of the memory that is free after the weights are loaded).
+
+    ``kv_dtype`` "auto" takes the type that the model computes in.
+    """
 
     block_size: int = 16
     memory_bytes: int | None = None
     fraction: float = 0.4
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.kv_dtype not in ("auto", *KV_DTYPES):
+            raise ConfigError(f"KV cache dtype must be auto, {', '.join(KV_DTYPES)}; got {self.kv_dtype!r}")
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block size must be between 1 and 1024 tokens, got {self.block_size}")
         if self.memory_bytes is not None and self.memory_bytes <= 0:

@@ -75,7 +75,10 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine settled on at start. ``notes`` are lines for the operator, numbers included."""
+    """What the engine settled on at start. ``notes`` are lines for the operator, numbers included.
+
+    ``tail_bytes`` is what the open blocks of all requests may take, beside the pool, in a quantized format.
+    """
 
     model_name: str
     architecture: str
@@ -97,10 +100,12 @@ class EngineInfo:
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    tail_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        """The blocks and, in a quantized format, the open blocks beside them."""
+        return self.num_blocks * self.block_bytes + self.tail_bytes
 
     @property
     def bytes_per_token(self) -> float:

@@ -77,6 +77,13 @@ def serve_command(
     kv_cache_fraction: Annotated[
         float, typer.Option(envvar="OCTAVO_KV_CACHE_FRACTION", help="Share of the memory free after loading the weights.")
     ] = _CACHE.fraction,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            envvar="OCTAVO_KV_CACHE_DTYPE",
+            help="Type of the KV cache: auto (as computed), float32, bfloat16, float16, fp8, int8, k8v4 or int4.",
+        ),
+    ] = _CACHE.kv_dtype,
     max_num_seqs: Annotated[
         int, typer.Option(envvar="OCTAVO_MAX_NUM_SEQS", help="Most requests in one step.")
     ] = _SCHEDULER.max_num_seqs,
@@ -102,7 +109,7 @@ def serve_command(
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        cache=CacheConfig(block_size=block_size, memory_bytes=memory, fraction=kv_cache_fraction),
+        cache=CacheConfig(block_size=block_size, memory_bytes=memory, fraction=kv_cache_fraction, kv_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
         host=host,
         port=port,

@@ -9,6 +9,7 @@ from engine.kv.block import Block, PrefixNode
 from engine.kv.eviction import EvictionPolicy, LRUPolicy
 from engine.kv.pool import BlockPool
 from engine.kv.prefix import PrefixMatch, PrefixTree
+from engine.kv.tails import TailSlots
 from engine.request import Namespace
 
 
@@ -31,12 +32,15 @@ class KVCacheManager:
     free          gives all back; what was committed stays cached until its block is needed
     """
 
-    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None, tails: TailSlots | None = None
+    ) -> None:
         self.block_size = block_size
         self.num_evicted_blocks = 0
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(block_size, policy if policy is not None else LRUPolicy())
         self._tables: dict[str, _BlockTable] = {}
+        self._tails = tails
         self._clock = 0
 
     @property
@@ -90,6 +94,8 @@ class KVCacheManager:
             block_ids=[block.block_id for block in match.blocks],
             num_committed=len(match.nodes),
         )
+        if self._tails is not None:
+            self._tails.take(request_id)
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
         """Make the table long enough for ``num_tokens`` tokens. False, and nothing taken, when the blocks are not there."""
@@ -141,6 +147,8 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Close the table. Committed blocks that nobody else holds stay cached; the others are free at once."""
         table = self._tables.pop(request_id)
+        if self._tails is not None:
+            self._tails.give_back(request_id)
         self._clock += 1
         for block in reversed(table.blocks):
             self._pool.release(block)
@@ -151,10 +159,16 @@ class KVCacheManager:
         """The request's block ids in token order. Read only."""
         return self._tables[request_id].block_ids
 
+    def tail_slot(self, request_id: str) -> int | None:
+        """Where the request's open block lies, in a quantized format; None in float formats."""
+        return self._tails.slot(request_id) if self._tails is not None else None
+
     def check_integrity(self) -> None:
         """Assert that tables, pool and tree agree. For tests: walks everything."""
         self._pool.check_integrity()
         self._tree.check_integrity()
+        if self._tails is not None:
+            self._tails.check_integrity(set(self._tables))
         references: dict[int, int] = {}
         for table in self._tables.values():
             assert table.block_ids == [block.block_id for block in table.blocks]
