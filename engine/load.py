@@ -172,11 +172,15 @@ def _build_model(config: ModelConfig, weights: ModelWeights, attention: Attentio
     import numba
 
     from engine.attention.cpu import CPUAttention
+    from engine.attention.sealed_cpu import SealedCPUAttention
     from engine.model.cpu_decoder import CPUDecoder
     from engine.model.cpu_ops import CPUOps
+    from engine.model.cpu_sealed_decoder import SealedCPUDecoder
 
     numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))  # one choice for both, OMP_NUM_THREADS's too
     model = LlamaModel(config, weights, CPUOps(), attention)
+    if isinstance(attention, SealedCPUAttention):
+        return SealedCPUDecoder(model, attention)
     if isinstance(attention, CPUAttention) and attention.format.dtype == "float32":
         return CPUDecoder(model, attention)
     return model

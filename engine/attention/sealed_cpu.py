@@ -4,6 +4,7 @@ attention over unsealed blocks."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +52,18 @@ class NumbaCodec:
         return out
 
 
+class CacheArguments(NamedTuple):
+    """A layer's cache as the kernels take it: the pool uint8 [num_blocks, block_bytes], the tails float32 [tail slots, elements],
+    (KV heads, block size, head size), the softmax scale, K's and V's place in a block, and their first elements in a tail slot."""
+
+    pool: NDArray[np.uint8]
+    tails: NDArray[np.float32]
+    shape: tuple[int, int, int]
+    scale: np.float32
+    parts: tuple[tuple[Kind, Offsets], tuple[Kind, Offsets]]
+    tail_offsets: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class SealedDecodePlan:
     """The decode items of a step. ``plan`` as in the float formats; the rest is int64, one to each sequence.
@@ -65,6 +78,15 @@ class SealedDecodePlan:
     tail_starts: NDArray[np.int64]
     full_slots: NDArray[np.int64]
     full_ids: NDArray[np.int64]
+
+    @property
+    def arguments(self) -> tuple[NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32], ...]:
+        """In the order in which ``cpu_sealed_decode_kernels`` takes them."""
+        plan = self.plan
+        return (
+            self.tail_rows, self.tail_slots, self.tail_starts, self.full_slots, self.full_ids,
+            plan.rows, plan.tables, plan.units, plan.first_unit, plan.partial, plan.peaks, plan.totals,
+        )  # fmt: skip
 
 
 def plan_sealed_decode(items: list[WorkItem], fmt: KVFormat, group: int) -> SealedDecodePlan | None:
@@ -101,18 +123,22 @@ class SealedCPUAttention:
         self._format = fmt
         self._shape = fmt.num_kv_heads, fmt.block_size, fmt.head_dim
         self._group = num_heads // fmt.num_kv_heads
-        self._decode: SealedDecodePlan | None = None
+        self.decode: SealedDecodePlan | None = None
+        self.is_decode_only = True
+        self._cache_arguments = tuple(self._arguments(layer) for layer in range(fmt.num_layers))
         self._prefill = SealedReferenceAttention(storage, NumbaCodec(storage), QUERIES_AT_A_TIME)
 
     def plan(self, work: AttentionWork) -> None:
         decodes = [item for item in work.items if item.num_queries == 1]
-        self._decode = plan_sealed_decode(decodes, self._format, self._group)
-        self._prefill.plan(replace(work, items=tuple(item for item in work.items if item.num_queries > 1)))
+        prefills = tuple(item for item in work.items if item.num_queries > 1)
+        self.decode = plan_sealed_decode(decodes, self._format, self._group)
+        self.is_decode_only = not prefills
+        self._prefill.plan(replace(work, items=prefills))
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
-        if self._decode is not None:
-            self._run_decode(self._decode, layer, (q, k, v), out)
+        if self.decode is not None:
+            self._run_decode(self.decode, layer, (q, k, v), out)
         self._prefill.run_into(out, layer, q, k, v)
         return out
 
@@ -122,13 +148,12 @@ class SealedCPUAttention:
         """Store the new rows, attend, and seal the blocks that are full now."""
         plan, fmt = decode.plan, self._format
         q, k, v = (x.flatten(1).float().numpy() for x in qkv)
-        offsets = fmt.k_offset(layer), fmt.v_offset(layer)
+        pool, tails, shape, scale, parts, offsets = self.cache_arguments(layer)
         rows = plan.rows
-        cpu_kernels.store_kv(k[rows], v[rows], decode.tail_rows, self._tails, *offsets, fmt.block_size, fmt.head_dim)
-        parts = tuple((as_kind(part.kind), as_offsets(part)) for part in fmt.sealed(layer))
+        cpu_kernels.store_kv(k[rows], v[rows], decode.tail_rows, tails, *offsets, fmt.block_size, fmt.head_dim)
         cpu_sealed_kernels.decode(
-            q, rows, self._shape, self._pool, parts, self._tails, offsets, decode.tail_slots, decode.tail_starts, plan.tables,
-            plan.units, np.float32(fmt.head_dim**-0.5), plan.partial, plan.peaks, plan.totals,
+            q, rows, shape, pool, parts, tails, offsets, decode.tail_slots, decode.tail_starts, plan.tables,
+            plan.units, scale, plan.partial, plan.peaks, plan.totals,
         )  # fmt: skip
         wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
         cpu_kernels.merge(plan.partial, plan.peaks, plan.totals, plan.first_unit, rows, wide.flatten(1).numpy())
@@ -137,6 +162,15 @@ class SealedCPUAttention:
             out[picked] = wide[picked].to(out.dtype)
         if len(decode.full_ids):
             for (kind, at), offset in zip(parts, offsets, strict=True):
-                cpu_sealed_kernels.seal(
-                    self._tails, decode.full_slots, offset, self._pool, decode.full_ids, kind, at, self._shape
-                )
+                cpu_sealed_kernels.seal(tails, decode.full_slots, offset, pool, decode.full_ids, kind, at, shape)
+
+    def cache_arguments(self, layer: int) -> CacheArguments:
+        """What the kernels need to know of a layer's cache, in the order of CacheArguments."""
+        return self._cache_arguments[layer]
+
+    def _arguments(self, layer: int) -> CacheArguments:
+        fmt = self._format
+        k, v = fmt.sealed(layer)
+        parts = (as_kind(k.kind), as_offsets(k)), (as_kind(v.kind), as_offsets(v))
+        scale = np.float32(fmt.head_dim**-0.5)
+        return CacheArguments(self._pool, self._tails, self._shape, scale, parts, (fmt.k_offset(layer), fmt.v_offset(layer)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.backend import choose_backend
+from engine.attention.sealing import encode_scales
 from engine.config import CacheConfig
 from engine.kv.format import KVFormat
 from engine.kv.storage import KVStorage
@@ -20,7 +21,6 @@ from engine.load import build_runner, kv_format
 from engine.model.checkpoint import Checkpoint
 from engine.model.value_rotation import rotate_values
 from engine.model.weights import ModelWeights, load_weights
-from engine.runner.model_runner import ModelRunner
 from engine.sched.plan import ScheduledSequence, StepPlan
 
 BASE = "float32"  # what the others are held against
@@ -64,25 +64,42 @@ class Quality:
 
 
 class Reader:
-    """The model over one format's cache, which holds one window."""
+    """The model over one format's cache, which holds ``num_sequences`` sequences of ``window`` tokens."""
 
-    def __init__(self, checkpoint: Checkpoint, weights: ModelWeights, fmt: KVFormat, window: int, backend: str) -> None:
-        num_blocks = -(-window // fmt.block_size)
-        storage = KVStorage(fmt, num_blocks, CPU, num_tail_slots=1 if fmt.is_quantized else 0)
-        attention = choose_backend(backend, storage, checkpoint.config.num_heads, torch.float32)
+    def __init__(
+        self, checkpoint: Checkpoint, weights: ModelWeights, fmt: KVFormat, window: int, backend: str, num_sequences: int
+    ) -> None:
         self.format = fmt
-        self._runner: ModelRunner = build_runner(checkpoint.config, weights, attention, window, fmt.block_size, CPU)
-        self._table = tuple(range(num_blocks))
+        self._blocks_each = -(-window // fmt.block_size)
+        num_tail_slots = num_sequences if fmt.is_quantized else 0
+        self._storage = KVStorage(fmt, num_sequences * self._blocks_each, CPU, num_tail_slots)
+        attention = choose_backend(backend, self._storage, checkpoint.config.num_heads, torch.float32)
+        self.runner = build_runner(checkpoint.config, weights, attention, window, fmt.block_size, CPU)
 
-    def logits(self, tokens: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Of the tokens [start, end) of a window, computed behind those before ``start``: [end - start, vocab_size]."""
-        table = self._table[: -(-end // self.format.block_size)]
-        tail_slot = 0 if self.format.is_quantized else None
-        sequence = ScheduledSequence("window", tuple(tokens[start:end]), start, table, 0, None, tail_slot)
-        return self._runner.score(StepPlan((sequence,)))
+    def sequence(self, tokens: Sequence[int], start: int, index: int = 0) -> ScheduledSequence:
+        """Tokens to compute at positions from ``start`` on, in the blocks and tail slot of sequence ``index``."""
+        first = index * self._blocks_each
+        table = tuple(range(first, first + -(-(start + len(tokens)) // self.format.block_size)))
+        return ScheduledSequence(str(index), tuple(tokens), start, table, 0, None, index if self.format.is_quantized else None)
+
+    def fill(self) -> None:
+        """Give every block some content, as if it had been computed: for timing."""
+        fmt, storage = self.format, self._storage
+        if not fmt.is_quantized:
+            storage.elements.normal_()
+            return
+        storage.tails.normal_()
+        storage.bytes.random_(0, 256)
+        for layer in range(fmt.num_layers):
+            for parts in fmt.sealed(layer):
+                storage.part(parts.scales).fill_(int(encode_scales(torch.tensor([2.0**-6]))))
+                if parts.zeros is not None:
+                    storage.part(parts.zeros).fill_(128)
 
 
-def open_readers(checkpoint: Checkpoint, kv_dtypes: Sequence[str], window: int, block_size: int, backend: str) -> list[Reader]:
+def open_readers(
+    checkpoint: Checkpoint, kv_dtypes: Sequence[str], window: int, block_size: int, backend: str, num_sequences: int = 1
+) -> list[Reader]:
     """One for each format. The formats that store V rotated share a second set of weights."""
     formats = [
         kv_format(CacheConfig(kv_dtype=name, block_size=block_size), checkpoint.config, "float32", CPU) for name in kv_dtypes
@@ -92,7 +109,7 @@ def open_readers(checkpoint: Checkpoint, kv_dtypes: Sequence[str], window: int, 
         weights[rotates] = load_weights(checkpoint, dtype=torch.float32, device=CPU, progress=lambda done, total: None)
         if rotates:
             rotate_values(weights[rotates], checkpoint.config.num_kv_heads, checkpoint.config.head_dim)
-    return [Reader(checkpoint, weights[fmt.rotates_values], fmt, window, backend) for fmt in formats]
+    return [Reader(checkpoint, weights[fmt.rotates_values], fmt, window, backend, num_sequences) for fmt in formats]
 
 
 def measure(
@@ -105,7 +122,7 @@ def measure(
             next_tokens = torch.tensor(tokens[start + 1 : end + 1])
             base: torch.Tensor | None = None
             for reader, tally in zip(readers, tallies, strict=True):
-                logits = reader.logits(tokens, start, end)[: len(next_tokens)]
+                logits = reader.runner.score(StepPlan((reader.sequence(tokens[start:end], start),)))[: len(next_tokens)]
                 base = logits if base is None else base
                 tally.add(logits, base, next_tokens)
                 on_chunk()

@@ -48,7 +48,9 @@ def test_an_element_is_kept_to_half_a_step(kind: SealedType, shift: float) -> No
     spread = x.amax(dim, keepdim=True) - x.amin(dim, keepdim=True)
     step = torch.maximum(spread / (2**kind.bits - kind.zero_step), x.abs().amax(dim, keepdim=True) / (127 * kind.zero_step))
     if kind.searches:
-        assert (back - x).square().mean().sqrt() <= 0.95 * (step * 1.0625).square().mean().div(12).sqrt(), "less than covering leaves"
+        assert (back - x).square().mean().sqrt() <= 0.95 * (step * 1.0625).square().mean().div(12).sqrt(), (
+            "less than covering leaves"
+        )
     else:
         assert ((back - x).abs() <= step * 1.126 / 2 * 1.001).all()
 
