@@ -55,6 +55,7 @@ bench: .venv/.installed-dev
 
 tier-bench: .venv/.installed-dev
 	$(BIN)/python -m loadtest.tier_bench --serve "$(BIN)/octavo serve smollm2-135m" --kv-bytes-per-token 46080
+
 kv-quality: .venv/.installed
 	$(BIN)/python -m engine.evaluate.kv_quality --model $(MODEL)
 

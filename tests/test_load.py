@@ -181,7 +181,7 @@ def test_a_quantized_cache_pays_for_its_open_blocks_out_of_the_same_memory(folde
     assert info.tail_bytes == 5 * 4 * TOKEN_BYTES
     assert info.num_blocks == (MIB - info.tail_bytes) // info.block_bytes
     assert MIB - info.block_bytes < info.cache_bytes <= MIB
-    with pytest.raises(InsufficientMemoryError, match=r"1,919 bytes .* beside 1,920 bytes for the open blocks.*--max-num-seqs"):
+    with pytest.raises(InsufficientMemoryError, match=r"7,679 bytes .* beside 7,680 bytes for the open blocks.*--max-num-seqs"):
         load(folder, kv_dtype=kv_dtype, scheduler=scheduler, memory_bytes=5 * 4 * TOKEN_BYTES - 1)
 
 

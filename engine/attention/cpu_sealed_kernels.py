@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from engine.attention.cpu_kernels import FAST, SPLIT
-from engine.attention.cpu_tiles import score_tile, softmax_row, weigh_tile
+from engine.attention.cpu_kernels import FAST, MANY_UNITS
+from engine.attention.cpu_tiles import LANES, score_tile, softmax_row, weigh_tile
 from engine.attention.sealing import E4M3_MAX, NAN_SCALE, SCALE_BIAS, SCALE_SHIFTS
 
 _SCALES = ((np.arange(256, dtype=np.int32) + np.int32(SCALE_BIAS)) << np.int32(20)).view(np.float32)
@@ -192,29 +192,29 @@ def unseal(pool, block_ids, kind, at, out, block_size):
 
 
 @njit(cache=True, fastmath=FAST, error_model="numpy")
-def _scale_query(query, scales, offsets, heads, head_dim, scaled, shifts):
-    """Fold K's scales into the query, so that codes are read as they are: scaled[g] = query[g] * scales, shifts[g] = query[g] . offsets."""
+def _scale_query(query, q_at, scales, offsets, heads, head_dim, scaled, shifts):
+    """Fold K's scales into the query, so that codes are read as they are; shifts[g] = query[g] . offsets comes to every score."""
     for g in range(heads):
         shift = np.float32(0.0)
         for d in range(head_dim):
-            scaled[g * head_dim + d] = query[g * head_dim + d] * scales[d]
-            shift += query[g * head_dim + d] * offsets[d]
+            scaled[g * head_dim + d] = query[q_at + g * head_dim + d] * scales[d]
+            shift += query[q_at + g * head_dim + d] * offsets[d]
         shifts[g] = shift
 
 
 @njit(cache=True, fastmath=FAST, error_model="numpy")
-def _scale_weights(weights, scales, offsets, heads, at, count, head_dim, out):
-    """Fold V's scales into the weights, [heads, SPLIT] flat, and add to the output what the offsets come to."""
+def _scale_weights(weights, weights_at, stride, scales, offsets, heads, count, head_dim, out, out_at):
+    """Fold V's scales into the weights, and add to the output what the offsets come to."""
     for g in range(heads):
         shift = np.float32(0.0)
         for t in range(count):
-            shift += weights[g * SPLIT + at + t] * offsets[t]
-            weights[g * SPLIT + at + t] *= scales[t]
+            shift += weights[weights_at + g * stride + t] * offsets[t]
+            weights[weights_at + g * stride + t] *= scales[t]
         for d in range(head_dim):
-            out[g * head_dim + d] += shift
+            out[out_at + g * head_dim + d] += shift
 
 
-@njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
+@njit(cache=True, parallel=True, error_model="numpy")
 def decode(
     q, rows, shape, pool, parts, tails, tail_offsets, tail_slots, tail_starts, tables, units, scale, partial, peaks, totals
 ):  # fmt: skip
@@ -223,60 +223,80 @@ def decode(
     ``parts``: (kind, offsets) of K, per channel, and of V, per token; ``tail_offsets``: the first elements of the layer's K and V in
     a tail slot.
     """
-    kv_heads, block_size, head_dim = shape
-    heads = partial.shape[2]
-    tile = block_size * head_dim
+    heads_at_a_time = shape[0] if units.shape[0] >= MANY_UNITS else 1
+    jobs = shape[0] // heads_at_a_time
+    for job in prange(units.shape[0] * jobs):
+        unit, first_head = job // jobs, (job % jobs) * heads_at_a_time
+        seq = units[unit, 0]
+        _decode_unit(
+            q, rows[seq], first_head, first_head + heads_at_a_time, shape, pool, parts, tails[tail_slots[seq]], tail_offsets,
+            tail_starts[seq], tables[seq], units[unit, 1], units[unit, 2], scale, partial[unit], peaks[unit], totals[unit],
+        )  # fmt: skip
+
+
+@njit(cache=True, error_model="numpy")
+def _decode_unit(
+    q, row, first_head, last_head, shape, pool, parts, tail, tail_offsets, tail_start, table, start, end, scale,
+    partial, peaks, totals,
+):  # fmt: skip
+    """The tokens [start, end) of one sequence for KV heads [first_head, last_head). Tail, table and results are the unit's own."""
+    _, block_size, head_dim = shape
     (k_kind, at_k), (v_kind, at_v) = parts
-    k_row, v_row = head_dim * k_kind[0] // 8, head_dim * v_kind[0] // 8
-    for job in prange(units.shape[0] * kv_heads):
-        unit, head = job // kv_heads, job % kv_heads
-        seq, start, end = units[unit, 0], units[unit, 1], units[unit, 2]
-        query = np.empty(heads * head_dim, np.float32)
-        for i in range(heads * head_dim):
-            query[i] = q[rows[seq], head * heads * head_dim + i] * scale
-        out = np.zeros(heads * head_dim, np.float32)
-        weights, result = np.empty(heads * SPLIT, np.float32), np.empty(2, np.float32)
-        scratch = np.empty(tile, np.float32)
-        scaled, shifts = np.empty(heads * head_dim, np.float32), np.empty(heads, np.float32)
-        scales, offsets = np.empty(max(head_dim, block_size), np.float32), np.empty(max(head_dim, block_size), np.float32)
-        at = 0
-        while start + at < end:
-            token = start + at
-            skip = token % block_size
-            count = min(block_size - skip, end - token)
-            if token >= tail_starts[seq]:
-                first = tail_offsets[0] + head * tile + skip * head_dim
-                scaled[:] = query
-                shifts[:] = np.float32(0.0)
-                scratch[: count * head_dim] = tails[tail_slots[seq], first : first + count * head_dim]
-            else:
-                block = pool[tables[seq, token // block_size]]
-                _load_groups(block, at_k, head * head_dim, head_dim, k_kind, scales, offsets)
-                _scale_query(query, scales, offsets, heads, head_dim, scaled, shifts)
-                _load_codes(block, at_k[0] + (head * block_size + skip) * k_row, count, head_dim, k_kind, scratch)
-            score_tile(scaled, 0, heads, scratch, 0, count, scratch, 0, head_dim, weights, at, SPLIT)
+    heads, tile, num_heads = partial.shape[1], block_size * head_dim, last_head - first_head
+    stride = (end - start + LANES - 1) // LANES * LANES  # from one head's weights to the next's
+    group = heads * head_dim
+    query = np.empty(num_heads * group, np.float32)
+    for i in range(len(query)):
+        query[i] = q[row, first_head * group + i] * scale
+    weights = np.empty(num_heads * heads * stride, np.float32)
+    out = np.zeros(num_heads * group, np.float32)
+    scratch = np.empty(tile, np.float32)
+    scaled, shifts = np.empty(group, np.float32), np.empty(heads, np.float32)
+    scales, offsets = np.empty(max(head_dim, block_size), np.float32), np.empty(max(head_dim, block_size), np.float32)
+    first_index, last_index = start // block_size, (end - 1) // block_size
+
+    for index in range(first_index, last_index + 1):
+        first, last = max(start, index * block_size), min(end, (index + 1) * block_size)
+        skip, count = first - index * block_size, last - first
+        for i in range(num_heads):
+            head, at = first_head + i, i * heads * stride + first - start
+            if first >= tail_start:
+                key = tail_offsets[0] + head * tile + skip * head_dim
+                score_tile(query, i * group, heads, tail, key, count, tail, key, head_dim, weights, at, stride)
+                continue
+            block = pool[table[index]]
+            _load_groups(block, at_k, head * head_dim, head_dim, k_kind, scales, offsets)
+            _scale_query(query, i * group, scales, offsets, heads, head_dim, scaled, shifts)
+            byte = at_k[0] + (head * block_size + skip) * (head_dim * k_kind[0] // 8)
+            _load_codes(block, byte, count, head_dim, k_kind, scratch)
+            score_tile(scaled, 0, heads, scratch, 0, count, scratch, 0, head_dim, weights, at, stride)
             for g in range(heads):
                 for t in range(count):
-                    weights[g * SPLIT + at + t] += shifts[g]
-            at += count
+                    weights[at + g * stride + t] += shifts[g]
+
+    result = np.empty(2, np.float32)
+    for i in range(num_heads):
         for g in range(heads):
-            softmax_row(weights, g * SPLIT, end - start, result)
-            peaks[unit, head, g], totals[unit, head, g] = result[0], result[1]
-        at = 0
-        while start + at < end:
-            token = start + at
-            skip = token % block_size
-            count = min(block_size - skip, end - token)
-            if token >= tail_starts[seq]:
-                first = tail_offsets[1] + head * tile + skip * head_dim
-                scratch[: count * head_dim] = tails[tail_slots[seq], first : first + count * head_dim]
-            else:
-                block = pool[tables[seq, token // block_size]]
-                _load_groups(block, at_v, head * block_size + skip, count, v_kind, scales, offsets)
-                _scale_weights(weights, scales, offsets, heads, at, count, head_dim, out)
-                _load_codes(block, at_v[0] + (head * block_size + skip) * v_row, count, head_dim, v_kind, scratch)
-            weigh_tile(weights, at, heads, SPLIT, scratch, 0, count, scratch, 0, head_dim, out, 0)
-            at += count
+            softmax_row(weights, (i * heads + g) * stride, end - start, result)
+            peaks[first_head + i, g], totals[first_head + i, g] = result[0], result[1]
+
+    for index in range(first_index, last_index + 1):
+        first, last = max(start, index * block_size), min(end, (index + 1) * block_size)
+        skip, count = first - index * block_size, last - first
+        for i in range(num_heads):
+            head, at = first_head + i, i * heads * stride + first - start
+            if first >= tail_start:
+                value = tail_offsets[1] + head * tile + skip * head_dim
+                weigh_tile(weights, at, heads, stride, tail, value, count, tail, value, head_dim, out, i * group)
+                continue
+            block = pool[table[index]]
+            _load_groups(block, at_v, head * block_size + skip, count, v_kind, scales, offsets)
+            _scale_weights(weights, at, stride, scales, offsets, heads, count, head_dim, out, i * group)
+            byte = at_v[0] + (head * block_size + skip) * (head_dim * v_kind[0] // 8)
+            _load_codes(block, byte, count, head_dim, v_kind, scratch)
+            weigh_tile(weights, at, heads, stride, scratch, 0, count, scratch, 0, head_dim, out, i * group)
+
+    for i in range(num_heads):
         for g in range(heads):
             for d in range(head_dim):
-                partial[unit, head, g, d] = out[g * head_dim + d]
+                partial[first_head + i, g, d] = out[i * group + g * head_dim + d]

@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> list[Quality]:
     model = resolve(options.model, progress=lambda done, total: None)
     text = options.text.read_text(encoding="utf-8") if options.text is not None else moby_dick()
     ids = load_tokenizer(model.path).encode(text[: 16 * options.tokens])
-    windows = [ids[start : start + options.window] for start in range(0, min(options.tokens, len(ids)), options.window)]
-    windows = [window for window in windows if len(window) == options.window]
+    num_windows = min(options.tokens, len(ids)) // options.window
+    windows = [ids[index * options.window : (index + 1) * options.window] for index in range(num_windows)]
     if not windows:
         raise OctavoError(f"the text has {len(ids):,} tokens: fewer than one window of {options.window:,}")
     names = [BASE, *(name for name in options.formats.split(",") if name != BASE)]

@@ -92,6 +92,7 @@ class KVFormat:
     head_dim: int
     block_size: int
     tail_dtype: str | None = None
+    sealing: int = 1  # raised when a quantized block's bytes come to mean something else: part of the name of blocks on a disk
 
     def __post_init__(self) -> None:
         assert self.dtype in ("float32", "bfloat16", "float16", *SEALED_TYPES), f"no KV element type {self.dtype}"

@@ -42,15 +42,16 @@ class KVStorage:
         """The layer's V tiles in a float format: [num_blocks, num_kv_heads, block_size, head_dim], a view."""
         return self._tiles(self.format.v_offset(layer))
 
-    def copy(self, copy: BlockCopy) -> None:
-        """Make the copy in all layers, K and V, in a float format. What the target holds behind those tokens is left alone."""
-        fmt = self.format
-        tiles = self.elements.view(self.num_blocks, 2 * fmt.num_layers * fmt.num_kv_heads, fmt.block_size, fmt.head_dim)
-        tiles[copy.target, :, : copy.num_tokens] = tiles[copy.source, :, : copy.num_tokens]
-
     def part(self, part: Part) -> torch.Tensor:
         """A part of every block of a quantized format: [num_blocks, *part.shape], a view."""
         return self.bytes[:, part.offset : part.end].view(self.num_blocks, *part.shape)
+
+    def copy(self, copy: BlockCopy) -> None:
+        """Make the copy in all layers, K and V, in a float format. What the target holds behind those tokens is left alone."""
+        fmt = self.format
+        assert not fmt.is_quantized, "sealed blocks are whole: nothing is copied out of them"
+        tiles = self.elements.view(self.num_blocks, 2 * fmt.num_layers * fmt.num_kv_heads, fmt.block_size, fmt.head_dim)
+        tiles[copy.target, :, : copy.num_tokens] = tiles[copy.source, :, : copy.num_tokens]
 
     def _tiles(self, offset: int) -> torch.Tensor:
         fmt = self.format

@@ -44,11 +44,11 @@ class ModelRunner:
     def score(self, plan: StepPlan) -> torch.Tensor:
         """Logits [rows, vocab_size] of every token of the plan; writes their K and V."""
         batch = self._prepare(plan)
-        return self._model.forward(
-            batch.token_ids, batch.cos, batch.sin, torch.arange(len(batch.token_ids), device=self._device)
-        )
+        rows = torch.arange(len(batch.token_ids), device=self._device)
+        return self._model.forward(batch.token_ids, batch.cos, batch.sin, rows)
 
     def _prepare(self, plan: StepPlan) -> ForwardBatch:
+        """Move and copy blocks, and tell the attention what comes."""
         self._host.move(plan.stores, plan.loads)
         for copy in plan.copies:
             self._storage.copy(copy)

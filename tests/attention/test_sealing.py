@@ -47,10 +47,9 @@ def test_an_element_is_kept_to_half_a_step(kind: SealedType, shift: float) -> No
         return
     spread = x.amax(dim, keepdim=True) - x.amin(dim, keepdim=True)
     step = torch.maximum(spread / (2**kind.bits - kind.zero_step), x.abs().amax(dim, keepdim=True) / (127 * kind.zero_step))
-    if kind.searches:
-        assert (back - x).square().mean().sqrt() <= 0.95 * (step * 1.0625).square().mean().div(12).sqrt(), (
-            "less than covering leaves"
-        )
+    if kind.searches:  # more for what stands out of a K channel, at the others' expense
+        bound = step.square().mean().div(12).sqrt() * (1.2 if kind.per_channel else 1.0)
+        assert (back - x).square().mean().sqrt() <= bound
     else:
         assert ((back - x).abs() <= step * 1.126 / 2 * 1.001).all()
 

@@ -110,7 +110,7 @@ def test_more_than_the_address_space_is_an_error_with_the_numbers() -> None:
 def test_a_copy_takes_the_first_tokens_in_every_layer_and_leaves_the_rest_alone() -> None:
     fmt = small_format()
     storage = KVStorage(fmt, 3, CPU)
-    storage.elements[:] = torch.arange(3 * fmt.block_elements).reshape(3, -1)
+    storage.elements[:] = torch.arange(storage.elements.numel()).reshape(3, -1)
     before = storage.elements.clone()
     storage.copy(BlockCopy(source=2, target=0, num_tokens=3))
     for layer in range(fmt.num_layers):
