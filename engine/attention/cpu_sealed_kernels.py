@@ -225,23 +225,24 @@ def decode(
     """
     heads_at_a_time = shape[0] if units.shape[0] >= MANY_UNITS else 1
     jobs = shape[0] // heads_at_a_time
+    (k_kind, at_k), (v_kind, at_v) = parts  # here: numba takes no nested tuples into a parallel loop
     for job in prange(units.shape[0] * jobs):
         unit, first_head = job // jobs, (job % jobs) * heads_at_a_time
         seq = units[unit, 0]
         _decode_unit(
-            q, rows[seq], first_head, first_head + heads_at_a_time, shape, pool, parts, tails[tail_slots[seq]], tail_offsets,
-            tail_starts[seq], tables[seq], units[unit, 1], units[unit, 2], scale, partial[unit], peaks[unit], totals[unit],
+            q, rows[seq], first_head, first_head + heads_at_a_time, shape, pool, k_kind, at_k, v_kind, at_v, tails[tail_slots[seq]],
+            tail_offsets, tail_starts[seq], tables[seq], units[unit, 1], units[unit, 2], scale,
+            partial[unit], peaks[unit], totals[unit],
         )  # fmt: skip
 
 
 @njit(cache=True, error_model="numpy")
 def _decode_unit(
-    q, row, first_head, last_head, shape, pool, parts, tail, tail_offsets, tail_start, table, start, end, scale,
-    partial, peaks, totals,
+    q, row, first_head, last_head, shape, pool, k_kind, at_k, v_kind, at_v, tail, tail_offsets, tail_start, table, start, end,
+    scale, partial, peaks, totals,
 ):  # fmt: skip
     """The tokens [start, end) of one sequence for KV heads [first_head, last_head). Tail, table and results are the unit's own."""
     _, block_size, head_dim = shape
-    (k_kind, at_k), (v_kind, at_v) = parts
     heads, tile, num_heads = partial.shape[1], block_size * head_dim, last_head - first_head
     stride = (end - start + LANES - 1) // LANES * LANES  # from one head's weights to the next's
     group = heads * head_dim

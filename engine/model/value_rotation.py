@@ -17,17 +17,17 @@ def hadamard(size: int) -> torch.Tensor:
     block = torch.ones((1, 1))
     while size % (2 * len(block)) == 0:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)), 0)
-    return torch.block_diag(*[block / len(block) ** 0.5] * (size // len(block)))
+    return torch.kron(torch.eye(size // len(block)), block / len(block) ** 0.5)
 
 
 def rotate_values(weights: ModelWeights, num_kv_heads: int, head_dim: int) -> None:
     """Rotate V and the output projection of every layer, in place. In 16 bits the weights are rounded once more."""
     rotation = hadamard(head_dim).to(weights.embed.device)
     for layer in weights.layers:
-        v_rows = layer.qkv[-num_kv_heads * head_dim :].unflatten(0, (num_kv_heads, head_dim))
+        v_rows = layer.qkv[-num_kv_heads * head_dim :].view(num_kv_heads, head_dim, -1)
         v_rows.copy_(torch.einsum("hdi,de->hei", v_rows.float(), rotation))
         if layer.qkv_bias is not None:
-            v_bias = layer.qkv_bias[-num_kv_heads * head_dim :].unflatten(0, (num_kv_heads, head_dim))
+            v_bias = layer.qkv_bias[-num_kv_heads * head_dim :].view(num_kv_heads, head_dim)
             v_bias.copy_(v_bias.float() @ rotation)
-        columns = layer.o.unflatten(1, (-1, head_dim))
+        columns = layer.o.view(len(layer.o), -1, head_dim)
         columns.copy_(columns.float() @ rotation)
