@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "fp8", "int8", "k8v4", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class CacheConfig:
     Evicted blocks go to ``host_bytes`` of host memory (0: to none) and to files in the folder ``disk_path`` (None: to none), which
     ``disk_bytes`` bounds.
     Pins may hold ``pin_budget_bytes`` or, where that is None, ``pin_budget_fraction`` of the cache.
+    ``kv_dtype`` "auto" takes the type that the model computes in.
     """
 
     block_size: int = 16
@@ -26,8 +28,11 @@ class CacheConfig:
     disk_bytes: int = 10 * 1024**3
     pin_budget_bytes: int | None = None
     pin_budget_fraction: float = 0.25
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.kv_dtype not in ("auto", *KV_DTYPES):
+            raise ConfigError(f"KV cache dtype must be auto, {', '.join(KV_DTYPES)}; got {self.kv_dtype!r}")
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block size must be between 1 and 1024 tokens, got {self.block_size}")
         if self.memory_bytes is not None and self.memory_bytes <= 0:

@@ -14,17 +14,19 @@ from engine.config import CacheConfig, EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, InsufficientMemoryError
 from engine.kernel_cache import use_kernel_cache
-from engine.kv.format import ELEMENT_BYTES, KVFormat
+from engine.kv.format import ELEMENT_BYTES, SEALED_TYPES, KVFormat
 from engine.kv.manager import KVCacheManager
 from engine.kv.offload import HostBuffer
 from engine.kv.pins import PinLimits
 from engine.kv.storage import KVStorage
+from engine.kv.tails import TailSlots
 from engine.memory import available_bytes, plan_num_blocks
 from engine.model.checkpoint import Checkpoint
 from engine.model.fingerprint import model_fingerprint
 from engine.model.llama import LlamaModel, Model
 from engine.model.ops import TorchOps
 from engine.model.rope import RopeTable
+from engine.model.value_rotation import rotate_values
 from engine.model.weights import ModelWeights, load_weights, num_parameters, open_checkpoint
 from engine.model_config import ModelConfig
 from engine.request import SamplingParams
@@ -63,25 +65,24 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     notes: list[str] = []
     dtype = _compute_dtype(config, model_config, device, notes)
     weights = _load_weights(checkpoint, dtype, device, on_progress)
-    fmt = KVFormat(
-        dtype=dtype,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=config.cache.block_size,
-    )
-    num_blocks = plan_num_blocks(config.cache, fmt.block_bytes, available_bytes(device))
+    fmt = kv_format(config.cache, model_config, dtype, device)
+    tails = _tail_slots(config, fmt)
+    num_blocks = plan_num_blocks(config.cache, fmt.block_bytes, available_bytes(device), _tail_bytes(tails, fmt))
     max_model_len = _max_model_len(config, model_config, num_blocks * fmt.block_size, notes)
-    storage = KVStorage(fmt, num_blocks, device)
-    attention = choose_backend(config.attention_backend, storage, model_config.num_heads)
+    storage = KVStorage(fmt, num_blocks, device, num_tail_slots=tails.num_slots if tails is not None else 0)
+    if fmt.rotates_values:
+        rotate_values(weights, fmt.num_kv_heads, fmt.head_dim)
+    attention = choose_backend(config.attention_backend, storage, model_config.num_heads, getattr(torch, dtype))
     tiers = _open_tiers(config, storage, model_config, weights, attention, max_model_len, on_progress)
     notes.extend(tiers.notes)
-    runner = _build_runner(model_config, weights, attention, tiers.buffer, max_model_len, device)
+    runner = build_runner(model_config, weights, attention, tiers.buffer, max_model_len, device)
     on_progress("warming up (compiles kernels at the first start)", None)
-    _warm_up(runner, min(fmt.block_size, max_model_len))
-    core = _build_core(config, model_config, runner, fmt, num_blocks, max_model_len, tiers)
+    _warm_up(runner, min(fmt.block_size, max_model_len), tails)
+    core = _build_core(config, model_config, runner, fmt, num_blocks, max_model_len, tails, tiers)
     info = _info(config, model_config, weights, fmt, num_blocks, max_model_len, device, attention, tuple(notes))
-    info = replace(info, host_cache_bytes=tiers.host_bytes, disk_cache_bytes=tiers.disk_bytes)
+    info = replace(
+        info, host_cache_bytes=tiers.host_bytes, disk_cache_bytes=tiers.disk_bytes, tail_bytes=_tail_bytes(tails, fmt)
+    )
     return LoadedEngine(core, info, runner, tiers)
 
 
@@ -121,6 +122,30 @@ def _load_weights(checkpoint: Checkpoint, dtype: str, device: torch.device, on_p
     return load_weights(checkpoint, dtype=getattr(torch, dtype), device=device, progress=progress)
 
 
+def kv_format(cache: CacheConfig, model: ModelConfig, dtype: str, device: torch.device) -> KVFormat:
+    """The layout of the blocks of a model that computes in ``dtype``."""
+    kv_dtype = dtype if cache.kv_dtype == "auto" else cache.kv_dtype
+    tail_dtype = "float32" if device.type == "cpu" else dtype  # the CPU kernels compute in float32
+    return KVFormat(
+        dtype=kv_dtype,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=cache.block_size,
+        tail_dtype=tail_dtype if kv_dtype in SEALED_TYPES else None,
+    )
+
+
+def _tail_slots(config: EngineConfig, fmt: KVFormat) -> TailSlots | None:
+    """One for each request of a step; float formats need none."""
+    scheduler = config.scheduler
+    return TailSlots(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)) if fmt.is_quantized else None
+
+
+def _tail_bytes(tails: TailSlots | None, fmt: KVFormat) -> int:
+    return tails.num_slots * fmt.tail_slot_bytes if tails is not None else 0
+
+
 def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int, notes: list[str]) -> int:
     """The longest prompt plus output that is served: the model's context or what was asked for, if the cache can hold it."""
     limit, reason = model.max_position_embeddings, "the model was trained for"
@@ -143,7 +168,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int, 
     return wanted
 
 
-def _build_runner(
+def build_runner(
     model: ModelConfig,
     weights: ModelWeights,
     attention: AttentionBackend,
@@ -181,19 +206,26 @@ def _build_model(config: ModelConfig, weights: ModelWeights, attention: Attentio
     import numba
 
     from engine.attention.cpu import CPUAttention
+    from engine.attention.sealed_cpu import SealedCPUAttention
     from engine.model.cpu_decoder import CPUDecoder
     from engine.model.cpu_ops import CPUOps
+    from engine.model.cpu_sealed_decoder import SealedCPUDecoder
 
     numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))  # one choice for both, OMP_NUM_THREADS's too
     model = LlamaModel(config, weights, CPUOps(), attention)
-    return CPUDecoder(model, attention) if isinstance(attention, CPUAttention) else model
+    if isinstance(attention, SealedCPUAttention):
+        return SealedCPUDecoder(model, attention)
+    if isinstance(attention, CPUAttention) and attention.format.dtype == "float32":
+        return CPUDecoder(model, attention)
+    return model
 
 
-def _warm_up(runner: ModelRunner, max_tokens: int) -> None:
+def _warm_up(runner: ModelRunner, max_tokens: int, tails: TailSlots | None) -> None:
     """One decode alone, then a decode beside a prefill: every kernel is compiled before the first request. Block 0 takes the writes."""
     greedy = SampleSpec(SamplingParams(temperature=0.0), seed=0, position=0)
-    single = ScheduledSequence("", (0,), 0, (0,), 0, greedy)
-    several = ScheduledSequence("", (0,) * min(4, max_tokens), 0, (0,), 0, greedy)
+    slots = (None, None) if tails is None else (0, tails.num_slots - 1)
+    single = ScheduledSequence("", (0,), 0, (0,), 0, greedy, slots[0])
+    several = ScheduledSequence("", (0,) * min(4, max_tokens), 0, (0,), 0, greedy, slots[1])
     runner.execute(StepPlan((single,)))
     runner.execute(StepPlan((single, several)))
 
@@ -205,11 +237,21 @@ def _build_core(
     fmt: KVFormat,
     num_blocks: int,
     max_model_len: int,
+    tails: TailSlots | None,
     tiers: Tiers,
 ) -> EngineCore:
     pin_limits = PinLimits(num_blocks, _pin_budget(config.cache, fmt, num_blocks), -(-max_model_len // fmt.block_size))
+    manager = KVCacheManager(
+        num_blocks,
+        fmt.block_size,
+        allow_partial=not fmt.is_quantized,
+        tails=tails,
+        tiers=tiers.cache,
+        pin_limits=pin_limits,
+        clock=time.monotonic,
+    )
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, fmt.block_size, tiers=tiers.cache, pin_limits=pin_limits, clock=time.monotonic),
+        manager,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         eos_token_ids=model.eos_token_ids,

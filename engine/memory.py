@@ -34,8 +34,8 @@ def _container_available_bytes() -> int:
     return max(0, int(text) - int(used.read_text()))
 
 
-def plan_num_blocks(cache: CacheConfig, block_bytes: int, available: int) -> int:
-    """How many blocks the cache gets. ``available`` bytes are left beside the weights.
+def plan_num_blocks(cache: CacheConfig, block_bytes: int, available: int, tail_bytes: int = 0) -> int:
+    """How many blocks the cache gets. ``available`` bytes are left beside the weights; ``tail_bytes`` of the cache's are for tails.
 
     Raises:
         InsufficientMemoryError: not even one block, or more than there is.
@@ -45,9 +45,12 @@ def plan_num_blocks(cache: CacheConfig, block_bytes: int, available: int) -> int
         raise InsufficientMemoryError(
             f"the KV cache of {wanted:,} bytes does not fit: {available:,} bytes are available beside the weights; lower --kv-cache-memory"
         )
-    if wanted < block_bytes:
+    if wanted < block_bytes + tail_bytes:
+        tails = (
+            f" beside {tail_bytes:,} bytes for the open blocks of all requests; lower --max-num-seqs or" if tail_bytes else ";"
+        )
         raise InsufficientMemoryError(
-            f"the KV cache of {wanted:,} bytes cannot hold one block of {block_bytes:,} bytes ({cache.block_size} tokens);"
+            f"the KV cache of {wanted:,} bytes cannot hold one block of {block_bytes:,} bytes ({cache.block_size} tokens){tails}"
             " raise --kv-cache-memory or --kv-cache-fraction"
         )
-    return wanted // block_bytes
+    return (wanted - tail_bytes) // block_bytes

@@ -164,7 +164,8 @@ class StepStats:
 class EngineInfo:
     """What the engine settled on at start. ``notes`` are lines for the operator, numbers included.
 
-    ``host_cache_bytes`` and ``disk_cache_bytes`` are what the lower tiers may hold.
+    ``host_cache_bytes`` and ``disk_cache_bytes`` are what the lower tiers may hold; ``tail_bytes`` is what the open blocks of all
+    requests may take, beside the pool, in a quantized format.
     """
 
     model_name: str
@@ -189,10 +190,12 @@ class EngineInfo:
     notes: tuple[str, ...] = ()
     host_cache_bytes: int = 0
     disk_cache_bytes: int = 0
+    tail_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        """The blocks and, in a quantized format, the open blocks beside them."""
+        return self.num_blocks * self.block_bytes + self.tail_bytes
 
     @property
     def bytes_per_token(self) -> float:

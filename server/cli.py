@@ -96,6 +96,13 @@ def serve_command(
     pin_budget: Annotated[
         str, typer.Option(envvar="OCTAVO_PIN_BUDGET", help="Most of the KV cache that pins may hold: 0.25, 25% or a size.")
     ] = str(_CACHE.pin_budget_fraction),
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            envvar="OCTAVO_KV_CACHE_DTYPE",
+            help="Type of the KV cache: auto (as computed), float32, bfloat16, float16, fp8, int8, k8v4 or int4.",
+        ),
+    ] = _CACHE.kv_dtype,
     max_num_seqs: Annotated[
         int, typer.Option(envvar="OCTAVO_MAX_NUM_SEQS", help="Most requests in one step.")
     ] = _SCHEDULER.max_num_seqs,
@@ -132,6 +139,7 @@ def serve_command(
         block_size=block_size,
         memory_bytes=parse_bytes(kv_cache_memory) if kv_cache_memory is not None else None,
         fraction=kv_cache_fraction,
+        kv_dtype=kv_cache_dtype,
         host_bytes=parse_bytes(host_cache) if host_cache is not None else 0,
         disk_path=disk_cache,
         disk_bytes=parse_bytes(disk_cache_size),

@@ -20,7 +20,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine.model",),
     ("engine.runner",),
     ("engine.core", "engine.control", "engine.memory", "engine.tier_setup", "engine.load"),
-    ("engine.messages", "engine.process", "engine.engine_process", "engine.async_engine", "engine.llm"),
+    ("engine.messages", "engine.process", "engine.engine_process", "engine.async_engine", "engine.llm",
+     "engine.evaluate"),
     ("server",),
 )  # fmt: skip
 LEVELS = {prefix: level for level, prefixes in enumerate(LAYERS) for prefix in prefixes}

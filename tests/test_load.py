@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import CacheConfig, EngineConfig
+from engine.config import KV_DTYPES, CacheConfig, EngineConfig, SchedulerConfig
 from engine.errors import ConfigError, InsufficientMemoryError
+from engine.kv.format import ELEMENT_BYTES, SEALED_TYPES
 from engine.load import LoadedEngine, load_engine
 from engine.memory import available_bytes, plan_num_blocks
 from engine.request import SamplingParams
@@ -30,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(path: Path, *, memory_bytes: int = MIB, block_size: int = 4, **config: Any) -> LoadedEngine:
-    cache = CacheConfig(memory_bytes=memory_bytes, block_size=block_size)
+def load(path: Path, *, memory_bytes: int = MIB, block_size: int = 4, kv_dtype: str = "auto", **config: Any) -> LoadedEngine:
+    cache = CacheConfig(memory_bytes=memory_bytes, block_size=block_size, kv_dtype=kv_dtype)
     return load_engine(EngineConfig(model_path=str(path), model_name="tiny", cache=cache, **config))
 
 
@@ -170,6 +171,36 @@ def test_the_cache_takes_its_share_in_whole_blocks() -> None:
     assert plan_num_blocks(CacheConfig(memory_bytes=2999), 1000, 2**30) == 2
     assert plan_num_blocks(CacheConfig(fraction=0.5), 1000, 9000) == 4
     assert plan_num_blocks(CacheConfig(memory_bytes=9000, fraction=0.1), 1000, 9000) == 9
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "k8v4", "int4"])
+def test_a_quantized_cache_pays_for_its_open_blocks_out_of_the_same_memory(folder: Path, kv_dtype: str) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=5)
+    info = load(folder, kv_dtype=kv_dtype, scheduler=scheduler).info
+    assert (info.dtype, info.kv_dtype) == ("float32", kv_dtype)
+    assert info.tail_bytes == 5 * 4 * TOKEN_BYTES
+    assert info.num_blocks == (MIB - info.tail_bytes) // info.block_bytes
+    assert MIB - info.block_bytes < info.cache_bytes <= MIB
+    with pytest.raises(InsufficientMemoryError, match=r"7,679 bytes .* beside 7,680 bytes for the open blocks.*--max-num-seqs"):
+        load(folder, kv_dtype=kv_dtype, scheduler=scheduler, memory_bytes=5 * 4 * TOKEN_BYTES - 1)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_cache_in_16_bits_under_a_model_in_32(folder: Path, kv_dtype: str, backend: str) -> None:
+    loaded = load(folder, kv_dtype=kv_dtype, attention_backend=backend)
+    assert (loaded.info.dtype, loaded.info.kv_dtype, loaded.info.tail_bytes) == ("float32", kv_dtype, 0)
+    assert loaded.info.bytes_per_token == TOKEN_BYTES / 2
+    assert len(run(loaded, prompt=tuple(range(5, 35)), max_tokens=18)) == 18
+
+
+def test_an_unknown_kv_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"auto, float32, .*int4; got 'int3'"):
+        CacheConfig(kv_dtype="int3")
+
+
+def test_every_format_that_can_be_asked_for_exists() -> None:
+    assert set(KV_DTYPES) == {*ELEMENT_BYTES, *SEALED_TYPES}
 
 
 def test_a_cache_of_one_token_is_refused(folder: Path) -> None:

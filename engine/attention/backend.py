@@ -26,12 +26,16 @@ class AttentionBackend(Protocol):
         """
 
 
-def choose_backend(name: str, storage: KVStorage, num_heads: int) -> AttentionBackend:
-    """ "auto" takes the CPU kernels on a CPU and the reference elsewhere."""
+def choose_backend(name: str, storage: KVStorage, num_heads: int, dtype: torch.dtype) -> AttentionBackend:
+    """ "auto" takes the CPU kernels on a CPU and the reference elsewhere. The model computes in ``dtype``, whatever the cache's."""
     from engine.attention.cpu import CPUAttention
     from engine.attention.reference import ReferenceAttention
+    from engine.attention.sealed_cpu import SealedCPUAttention
+    from engine.attention.sealed_reference import SealedReferenceAttention
 
     on_cpu = storage.bytes.device.type == "cpu"
     if name == "cpu" or (name == "auto" and on_cpu):
-        return CPUAttention(storage, num_heads)
-    return ReferenceAttention(storage)
+        return (
+            SealedCPUAttention(storage, num_heads) if storage.format.is_quantized else CPUAttention(storage, num_heads, dtype)
+        )
+    return SealedReferenceAttention(storage) if storage.format.is_quantized else ReferenceAttention(storage, dtype)

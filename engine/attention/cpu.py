@@ -81,12 +81,13 @@ class CPUAttention:
 
     name = "cpu"
 
-    def __init__(self, storage: KVStorage, num_heads: int) -> None:
+    def __init__(self, storage: KVStorage, num_heads: int, dtype: torch.dtype) -> None:
         self.format = storage.format
         self.pool = storage.elements.view(BITS_VIEW[storage.elements.dtype]).numpy()
         self.slots = np.empty(0, np.int64)
         self.decode: DecodePlan | None = None
         self._storage = storage
+        self._dtype = dtype
         self._group = num_heads // storage.format.num_kv_heads
         self._prefill: tuple[PreparedItem, ...] = ()
 
@@ -95,16 +96,16 @@ class CPUAttention:
         return not self._prefill
 
     def plan(self, work: AttentionWork) -> None:
-        fmt, device, dtype = self.format, self._storage.bytes.device, self._storage.elements.dtype
+        fmt, device = self.format, self._storage.bytes.device
         self.slots = np.array(work.slots, np.int64)
         decodes = [item for item in work.items if item.num_queries == 1]
         self.decode = plan_decode(decodes, fmt.num_kv_heads, self._group, fmt.head_dim)
         pieces = (piece for item in work.items if item.num_queries > 1 for piece in split_queries(item, work.block_size))
-        self._prefill = tuple(prepare_item(piece, dtype, device) for piece in pieces)
+        self._prefill = tuple(prepare_item(piece, self._dtype, device) for piece in pieces)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        fmt, bits = self.format, BITS_VIEW[q.dtype]
-        k_bits, v_bits = k.flatten(1).view(bits).numpy(), v.flatten(1).view(bits).numpy()
+        fmt, stored = self.format, self._storage.elements.dtype
+        k_bits, v_bits = (x.flatten(1).to(stored).view(BITS_VIEW[stored]).numpy() for x in (k, v))
         offsets = fmt.k_offset(layer), fmt.v_offset(layer)
         cpu_kernels.store_kv(k_bits, v_bits, self.slots, self.pool, *offsets, fmt.block_size, fmt.head_dim)
         out = torch.empty(q.shape, dtype=q.dtype)

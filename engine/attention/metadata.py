@@ -10,7 +10,7 @@ class WorkItem:
     """Query rows [query_start, query_start + num_queries) read the tokens at positions [start, end) of a run of blocks.
 
     Row ``i`` of the item stands at position ``first_position + i`` and sees the tokens up to and including its own.
-    ``block_ids[0]`` holds position ``start``. No (query, token) pair is in two items.
+    ``block_ids[0]`` holds position ``start``. No (query, token) pair is in two items. ``tail_slot``: see ScheduledSequence.
     """
 
     query_start: int
@@ -19,6 +19,7 @@ class WorkItem:
     block_ids: tuple[int, ...]
     start: int
     end: int
+    tail_slot: int | None = None
 
     def __post_init__(self) -> None:
         assert self.num_queries > 0

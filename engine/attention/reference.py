@@ -1,4 +1,7 @@
-"""The slow twin: gather the blocks, then torch's scaled_dot_product_attention, one work item at a time. Any device, any dtype."""
+"""The slow twin: gather the blocks, then torch's scaled_dot_product_attention, one work item at a time. Any device, any dtype.
+
+The cache may hold another float type than the model computes in: keys and values are rounded to it, also for their own query.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ def gather(tiles: torch.Tensor, block_ids: torch.Tensor, num_tokens: int) -> tor
 def attend_item(prepared: PreparedItem, q: torch.Tensor, k_tiles: torch.Tensor, v_tiles: torch.Tensor) -> torch.Tensor:
     """q [num_queries, heads, head_dim] -> the same shape."""
     num_tokens = prepared.item.end - prepared.item.start
-    k = gather(k_tiles, prepared.block_ids, num_tokens)
-    v = gather(v_tiles, prepared.block_ids, num_tokens)
+    k = gather(k_tiles, prepared.block_ids, num_tokens).to(q.dtype)
+    v = gather(v_tiles, prepared.block_ids, num_tokens).to(q.dtype)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=prepared.mask, enable_gqa=True
     )
@@ -53,8 +56,9 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, storage: KVStorage, dtype: torch.dtype) -> None:
         self._storage = storage
+        self._dtype = dtype
         self._items: tuple[PreparedItem, ...] = ()
         self._blocks = self._offsets = torch.empty(0, dtype=torch.long)
 
@@ -63,12 +67,12 @@ class ReferenceAttention:
         slots = torch.tensor(work.slots, dtype=torch.long, device=device)
         self._blocks = slots // work.block_size
         self._offsets = slots % work.block_size
-        self._items = tuple(prepare_item(item, self._storage.elements.dtype, device) for item in work.items)
+        self._items = tuple(prepare_item(item, self._dtype, device) for item in work.items)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k_tiles, v_tiles = self._storage.k(layer), self._storage.v(layer)
-        k_tiles[self._blocks, :, self._offsets] = k
-        v_tiles[self._blocks, :, self._offsets] = v
+        k_tiles[self._blocks, :, self._offsets] = k.to(k_tiles.dtype)
+        v_tiles[self._blocks, :, self._offsets] = v.to(v_tiles.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for prepared in self._items:
             rows = slice(prepared.item.query_start, prepared.item.query_start + prepared.item.num_queries)

@@ -14,6 +14,7 @@ from engine.kv.operator import CacheOperator
 from engine.kv.pins import PinLimits, Pins
 from engine.kv.pool import BlockPool
 from engine.kv.prefix import PartialMatch, PrefixMatch, PrefixTree, public_namespace
+from engine.kv.tails import TailSlots
 from engine.kv.tier_cache import TierCache, no_tiers
 from engine.kv.tiers import TierHit
 from engine.request import Namespace
@@ -66,6 +67,7 @@ class KVCacheManager:
         *,
         pool: BlockPool | None = None,
         allow_partial: bool = True,
+        tails: TailSlots | None = None,
         tiers: TierCache | None = None,
         pin_limits: PinLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -84,6 +86,7 @@ class KVCacheManager:
         self._tables: dict[str, _BlockTable] = {}
         self._copies: list[BlockCopy] = []
         self._copy_sources: list[Block] = []
+        self._tails = tails
         self._clock = 0
 
     @property
@@ -173,6 +176,8 @@ class KVCacheManager:
         )
         self._tree.hang(table.tip, table.open)
         self._tables[request_id] = table
+        if self._tails is not None:
+            self._tails.take(request_id)
         self._load(table, match.ready)
         if match.partial is not None:
             self._open(table, match.partial)
@@ -315,6 +320,8 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Close the table. Computed blocks that nobody else holds stay cached, the open one too; the others are free at once."""
         table = self._tables.pop(request_id)
+        if self._tails is not None:
+            self._tails.give_back(request_id)
         self._clock += 1
         self._publish_open(table)
         self._tree.unhang(table.tip, table.open)
@@ -342,6 +349,10 @@ class KVCacheManager:
         """The request's block ids in token order. Read only."""
         return self._tables[request_id].block_ids
 
+    def tail_slot(self, request_id: str) -> int | None:
+        """Where the request's open block lies, in a quantized format; None in float formats."""
+        return self._tails.slot(request_id) if self._tails is not None else None
+
     def check_integrity(self) -> None:
         """Assert that tables, pool and tree agree. For tests: walks everything."""
         self._pool.check_integrity()
@@ -349,6 +360,8 @@ class KVCacheManager:
         self.tiers.check_integrity()
         self.operator.pins.check_integrity()
         self.history.ghosts.check_integrity([node for node in nodes if len(node.tokens) == self.block_size])
+        if self._tails is not None:
+            self._tails.check_integrity(set(self._tables))
         references: dict[int, int] = {}
         for block in (*(block for table in self._tables.values() for block in table.blocks), *self._copy_sources):
             references[block.block_id] = references.get(block.block_id, 0) + 1

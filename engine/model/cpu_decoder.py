@@ -41,7 +41,7 @@ class CPUDecoder:
     def __init__(self, model: LlamaModel, attention: CPUAttention) -> None:
         self._model = model
         self._attention = attention
-        self._layers = tuple(_layer_arrays(layer) for layer in model.weights.layers)
+        self._layers = tuple(layer_arrays(layer) for layer in model.weights.layers)
         norms = [layer.input_norm for layer in model.weights.layers[1:]] + [model.weights.final_norm]
         self._next_norms = tuple(norm.numpy() for norm in norms)
 
@@ -77,7 +77,7 @@ class CPUDecoder:
             decode_layer(x, residual, tuple(layer), next_norm, eps, cos, sin, cache, items, room)
 
 
-def _layer_arrays(layer: LayerWeights) -> LayerArrays:
+def layer_arrays(layer: LayerWeights) -> LayerArrays:
     return LayerArrays(
         qkv=layer.qkv.numpy(),
         qkv_bias=_or_empty(layer.qkv_bias),

@@ -66,4 +66,5 @@ def _work_item(sequence: ScheduledSequence, first_row: int) -> WorkItem:
         block_ids=sequence.block_table,
         start=0,
         end=sequence.seq_len,
+        tail_slot=sequence.tail_slot,
     )

@@ -26,7 +26,8 @@ class SampleSpec:
 class ScheduledSequence:
     """Compute ``token_ids`` at positions start, start + 1, ...; their K and V go to the slots that ``block_table`` gives.
 
-    ``sample`` is None while the sequence's last known token is not among them.
+    ``sample`` is None while the sequence's last known token is not among them. ``tail_slot``: where the open last block of the
+    sequence lies in a quantized format; its blocks get their bytes when they fill. None in float formats.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class ScheduledSequence:
     block_table: tuple[int, ...]
     rope_class: int
     sample: SampleSpec | None
+    tail_slot: int | None = None
 
     @property
     def seq_len(self) -> int:

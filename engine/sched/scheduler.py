@@ -246,6 +246,7 @@ class Scheduler:
             token_ids=tuple(request.token_ids[start:end]),
             start=start,
             block_table=tuple(self.manager.block_table(request.request_id)),
+            tail_slot=self.manager.tail_slot(request.request_id),
             rope_class=request.namespace.rope_class,
             sample=self._sample_spec(request) if end == request.num_tokens else None,
         )

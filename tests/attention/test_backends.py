@@ -69,7 +69,9 @@ def make_case(
     # as the model gives them: views into one fused row
     fused = torch.cat([torch.cat((k[b:], v[b:]), dim=1) for (b, _), k, v in zip(sequences, ks, vs, strict=True)])
     work = AttentionWork(tuple(items), tuple(slots), block_size)
-    return Case(choose_backend(name, storage, num_heads), work, q, fused[:, :kv_heads], fused[:, kv_heads:], ks, vs)
+    return Case(
+        choose_backend(name, storage, num_heads, torch_dtype), work, q, fused[:, :kv_heads], fused[:, kv_heads:], ks, vs
+    )
 
 
 def make_tables(sequences: list[tuple[int, int]], block_size: int) -> tuple[list[list[int]], int]:

@@ -10,6 +10,7 @@ import torch
 from engine.config import CacheConfig, EngineConfig
 from engine.load import load_engine
 from engine.model.cpu_decoder import CPUDecoder
+from engine.model.cpu_sealed_decoder import SealedCPUDecoder
 from engine.request import SamplingParams
 from engine.runner.model_runner import ModelRunner
 from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
@@ -63,3 +64,27 @@ def test_the_compiled_decode_gives_the_bits_of_the_plain_model(name: str, rows: 
     quick = runner.forward(decodes)[1]
     runner._model = fast._model
     assert torch.equal(quick, runner.forward(decodes)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "rows"), [("llama-biases", "int8", 1), ("qwen3", "int4", 5), ("llama2", "fp8", 3)]
+)
+def test_so_does_the_compiled_decode_over_a_quantized_cache(name: str, kv_dtype: str, rows: int, tmp_path: Path) -> None:
+    make_model(name, tmp_path)
+    cache = CacheConfig(block_size=BLOCK_SIZE, memory_bytes=1 << 20, kv_dtype=kv_dtype)
+    runner = load_engine(EngineConfig(model_path=str(tmp_path), model_name=name, cache=cache)).runner
+    fast = runner._model
+    assert isinstance(fast, SealedCPUDecoder)
+    said: list[torch.Tensor] = []
+    for model in (fast, fast._model):  # the third decode reads a block that the second one filled
+        runner._model = model
+        steps = [(0, (3, 7, 9, 11, 5, 8)), *((position, (13,)) for position in range(6, 10))]
+        for start, tokens in steps:
+            plan = StepPlan(
+                tuple(
+                    ScheduledSequence(str(i), tokens, start, (3 * i, 3 * i + 1, 3 * i + 2), 0, GREEDY, i) for i in range(rows)
+                )
+            )
+            said.append(runner.forward(plan)[1])
+    for quick, slow in zip(said[:5], said[5:], strict=True):
+        assert torch.equal(quick, slow)
