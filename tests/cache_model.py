@@ -14,7 +14,7 @@ from engine.kv.disk_worker import ReadDone
 from engine.kv.manager import KVCacheManager
 from engine.kv.prefix import PrefixMatch
 from engine.kv.tiers import Tier
-from engine.request import Namespace, Request, RequestStatus
+from engine.request import Namespace
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
 from tests.factories import RecordingRunner, WatchedPool, next_token
 from tests.fake_disk import FakeDisk
@@ -238,10 +238,3 @@ class Memories:
 
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def num_awaited(request: Request, ways: Sequence[int], leader: Request, leader_ways: Sequence[int], block_size: int) -> int:
-    """How many tokens of its prompt the request can have from a running one that is to compute at least a block more."""
-    if leader.status is not RequestStatus.RUNNING or leader.num_uncomputed_tokens < block_size:
-        return 0
-    return min(request.num_tokens - 1, num_common(ways, leader_ways))

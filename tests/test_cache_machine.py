@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from itertools import product
+from typing import ClassVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -32,7 +33,6 @@ from tests.cache_model import (
     WayDisk,
     WayRunner,
     Ways,
-    num_awaited,
     num_common,
     said,
 )
@@ -44,14 +44,19 @@ STEMS = ((0, 1, 2, 3) * 6, (0, 1, 2, 3, 0, 1, 2, 2, 1, 0, 3, 3) * 2, (3, 3, 2, 1
 PUBLIC = STEMS[0][:6]
 PIN_BLOCKS = 3
 
-tokens_of = st.tuples(st.integers(0, len(STEMS) - 1), st.integers(1, 24), st.lists(st.integers(0, ALPHABET - 1), max_size=3))
-namespaces = st.sampled_from(NAMESPACES)
+TAILS = tuple(tail for length in range(4) for tail in product(range(ALPHABET), repeat=length))
+
+tokens_of = st.tuples(st.sampled_from(STEMS), st.integers(1, 24), st.sampled_from(TAILS))
+namespaces = st.sampled_from((NAMESPACES[0], *NAMESPACES))
 number = st.integers(0, 30)
 
 
-def spell(choice: tuple[int, int, list[int]]) -> list[int]:
+Choice = tuple[tuple[int, ...], int, tuple[int, ...]]
+
+
+def spell(choice: Choice) -> list[int]:
     stem, length, tail = choice
-    return [*STEMS[stem][:length], *tail]
+    return [*stem[:length], *tail]
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -61,15 +66,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from((2, 4)),
-        num_blocks=st.sampled_from((8, 12, 40)),
+        num_blocks=st.sampled_from((8, 12, 24)),
         allow_partial=st.booleans(),
         budget=st.sampled_from((5, 16, 64)),
-        num_slots=st.sampled_from((0, 2, 5, 20)),
-        max_files=st.sampled_from((0, 4, 40)),
+        num_slots=st.sampled_from((4, 0, 2, 12)),
+        max_files=st.sampled_from((60, 0, 5)),
     )
-    def start(
-        self, block_size: int, num_blocks: int, allow_partial: bool, budget: int, num_slots: int, max_files: int
-    ) -> None:
+    def start(self, block_size: int, num_blocks: int, allow_partial: bool, budget: int, num_slots: int, max_files: int) -> None:
         self.now = 0.0
         self.max_files = max_files if num_slots else 0
         self.max_len = (num_blocks - PIN_BLOCKS) * block_size
@@ -98,20 +101,28 @@ class CacheMachine(RuleBasedStateMachine):
         self.core = EngineCore(self.scheduler, self.runner, block_bytes=64, clock=lambda: self.now)
         self.control = CacheControl(self.manager)
         self.requests: dict[str, Request] = {}
+        self.known_ways: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: list[str] = []
         self.hits: dict[str, Hit] = {}  # of first admissions, until they are reported
         self.num_admitted = 0
         self.pins: dict[str, tuple[list[int], float]] = {}  # the last ways of the blocks, the end
+        self.num_pins_asked = 0
         self.num_scheduled = 0
 
     # What the model predicts
 
     def ways_of(self, request: Request) -> list[int]:
-        return self.ways.of(request.namespace, request.token_ids, request.num_public_tokens)
+        known = self.known_ways.get(request.request_id, [])
+        if len(known) != request.num_tokens:
+            known = self.ways.of(request.namespace, request.token_ids, request.num_public_tokens)
+            self.known_ways[request.request_id] = known
+        return known
 
     def matched(self, namespace: Namespace, tokens: Sequence[int], num_public_tokens: int, match: PrefixMatch) -> None:
-        hit = self.memories.hit(self.ways.of(namespace, tokens, num_public_tokens))
+        ways = self.ways.of(namespace, tokens, num_public_tokens)
+        hit = self.memories.hit(ways)
+        self.last_hit = (ways, hit)
         assert match.num_tokens == hit.num_tokens
         assert len(match.nodes) == hit.num_full_blocks
         assert (match.num_tier_tokens(Tier.HOST), match.num_tier_tokens(Tier.DISK)) == (hit.host, hit.disk)
@@ -119,8 +130,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def admitting(self, request_id: str, match: PrefixMatch) -> None:
         request = self.requests[request_id]
-        ways = self.ways_of(request)
-        hit = self.memories.hit(ways)
+        ways, hit = self.last_hit
+        assert ways == self.ways_of(request), "what was matched last is admitted"
         self.check_nobody_else_computes_it(request, ways, hit)
         if match.num_tokens != hit.num_tokens:
             assert match.num_tokens == hit.num_full_blocks * self.manager.block_size, "only a partial block may be left out"
@@ -135,9 +146,11 @@ class CacheMachine(RuleBasedStateMachine):
     def check_nobody_else_computes_it(self, request: Request, ways: list[int], hit: Hit) -> None:
         size = self.manager.block_size
         for leader in self.requests.values():
-            num = num_awaited(request, ways, leader, self.ways_of(leader), size)
-            num = num if self.manager.allow_partial else num // size * size
-            assert num < hit.num_tokens + size, f"{leader.request_id} was about to compute this"
+            if leader.status is not RequestStatus.RUNNING or leader.num_uncomputed_tokens < size:
+                continue
+            num_shared = min(request.num_tokens - 1, num_common(ways, self.ways_of(leader)))
+            num_shared = num_shared if self.manager.allow_partial else num_shared // size * size
+            assert num_shared < hit.num_tokens + size, f"{leader.request_id} was about to compute this"
 
     def has_room_for_all(self, request: Request) -> bool:
         running = [r for r in self.requests.values() if r.status is RequestStatus.RUNNING]
@@ -165,16 +178,16 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.core.add(request) is None
 
     @rule(choice=tokens_of, max_tokens=st.integers(1, 12), namespace=namespaces, seed=st.integers(0, 1))
-    def add(self, choice: tuple[int, int, list[int]], max_tokens: int, namespace: Namespace, seed: int) -> None:
+    def add(self, choice: Choice, max_tokens: int, namespace: Namespace, seed: int) -> None:
         self.submit(spell(choice), max_tokens, namespace, seed)
 
     @rule(choice=tokens_of, max_tokens=st.integers(1, 12), namespace=namespaces, num_samples=st.integers(2, 4))
-    def fork(self, choice: tuple[int, int, list[int]], max_tokens: int, namespace: Namespace, num_samples: int) -> None:
+    def fork(self, choice: Choice, max_tokens: int, namespace: Namespace, num_samples: int) -> None:
         for seed in range(num_samples):
             self.submit(spell(choice), max_tokens, namespace, seed)
 
-    @rule(which=number, tail=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=6), max_tokens=st.integers(1, 8))
-    def go_on(self, which: int, tail: list[int], max_tokens: int) -> None:
+    @rule(which=number, tail=st.sampled_from(TAILS[1:]), max_tokens=st.integers(1, 8))
+    def go_on(self, which: int, tail: tuple[int, ...], max_tokens: int) -> None:
         """The next turn of a conversation, whether the last one has ended or not."""
         if self.requests:
             before = self.requests[str(which % len(self.requests))]
@@ -191,11 +204,13 @@ class CacheMachine(RuleBasedStateMachine):
             self.take(event)
             assert self.core.abort(request_id) is None
 
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
+    @rule(count=st.integers(1, 6), num_jobs=st.sampled_from((0, 1, 4)))
+    def step(self, count: int, num_jobs: int) -> None:
+        """Steps, while the disk does so many jobs in each."""
         for _ in range(count):
             if self.core.has_work:
                 self.step_once()
+            self.disk.work(num_jobs)
 
     def step_once(self) -> bool:
         output = self.core.step()
@@ -223,16 +238,23 @@ class CacheMachine(RuleBasedStateMachine):
 
     # The operator
 
-    @rule(choice=tokens_of, namespace=namespaces, seconds=st.sampled_from((1.0, 100.0)))
-    def pin(self, choice: tuple[int, int, list[int]], namespace: Namespace, seconds: float) -> None:
-        tokens, size = spell(choice), self.manager.block_size
-        num_public = num_common(PUBLIC, tokens)
+    def aim(self, which: int, length: int) -> tuple[Namespace, list[int], int]:
+        """The beginning of what some request knows, or an unknown prefix; with its public tokens."""
+        if not self.requests:
+            return NAMESPACES[which % len(NAMESPACES)], [*STEMS[0][:length]], num_common(PUBLIC, STEMS[0][:length])
+        request = self.requests[str(which % len(self.requests))]
+        tokens = request.token_ids[:length]
+        return request.namespace, tokens, num_common(PUBLIC, tokens)
+
+    @rule(which=number, length=st.integers(1, 14), seconds=st.sampled_from((1.0, 100.0)))
+    def pin(self, which: int, length: int, seconds: float) -> None:
+        size = self.manager.block_size
+        namespace, tokens, num_public = self.aim(which, length)
         wanted = self.ways.of(namespace, tokens, num_public)[size - 1 :: size]
         full = self.memories.full()
         num_resident = max(n for n in range(len(wanted) + 1) if n == 0 or wanted[n - 1] in full)
-        pin_id = str(self.now) + str(len(self.requests)) + str(self.reached.total())
-        if pin_id in self.pins:
-            return
+        pin_id = str(self.num_pins_asked)
+        self.num_pins_asked += 1
         result = self.control.apply(PinPrefix(pin_id, namespace, tuple(tokens), num_public, seconds))
         if len(self.pinned.union(wanted)) > PIN_BLOCKS:
             assert isinstance(result, Refused)
@@ -262,10 +284,26 @@ class CacheMachine(RuleBasedStateMachine):
         for pin_id in ended:
             del self.pins[pin_id]
 
-    @rule(choice=tokens_of, namespace=namespaces)
-    def drop(self, choice: tuple[int, int, list[int]], namespace: Namespace) -> None:
-        tokens = spell(choice)
-        num_public = num_common(PUBLIC, tokens)
+    @rule(which=number, length=st.integers(1, 24), is_device=st.booleans())
+    def drop(self, which: int, length: int, is_device: bool) -> None:
+        if is_device:
+            self.drop_on_device(which, length)
+        else:
+            self.drop_below(which)
+
+    def drop_below(self, which: int) -> None:
+        """In host memory and on the disk: a block, and all that continues it."""
+        tiers = self.manager.tiers
+        digests = [entry.digest for entry in tiers.host] + [block.key.digest for block in tiers.disk]
+        if digests:
+            digest = digests[which % len(digests)]
+            tiers.drop(digest)
+            place = self.memories.way_of(digest)
+            assert not any(self.ways.is_below(way, place) for way in self.memories.below())
+            self.reached["dropped below"] += 1
+
+    def drop_on_device(self, which: int, length: int) -> None:
+        namespace, tokens, num_public = self.aim(which, length)
         place = self.ways.place(namespace, tokens, num_public)
         num_kept = num_public // self.manager.block_size if namespace.salt else 0
         own = set(self.ways.of(namespace, tokens, num_public)[num_kept * self.manager.block_size :])
@@ -278,59 +316,39 @@ class CacheMachine(RuleBasedStateMachine):
             assert before[block_id][-1] in own or self.ways.is_below(before[block_id][-1], place), "another prefix was dropped"
         for block_id, ways in after.items():
             if self.manager._pool.blocks[block_id].is_reclaimable:
-                assert not self.ways.is_below(ways[-1], place) or ways[-1] in own, "something was left that continues the prefix"
+                assert not self.ways.is_below(ways[-1], place) or ways[-1] in own, (
+                    "something was left that continues the prefix"
+                )
                 is_leaf = not any(other != block_id and self.ways.is_below(w[0], ways[-1]) for other, w in after.items())
                 assert not (is_leaf and ways[-1] in own and len(ways) == self.manager.block_size), "a block of it was left"
         self.reached["dropped"] += result.num_blocks > 0
 
-    @rule()
-    def reset(self) -> None:
+    @rule(is_device=st.booleans())
+    def reset(self, is_device: bool) -> None:
+        if not is_device:
+            self.manager.tiers.reset()
+            assert not self.memories.below()
+            return
         result = self.control.apply(ResetCache())
         assert isinstance(result, Dropped)
         assert self.manager.num_available_blocks == self.manager.num_free_blocks
         self.reached["reset"] += result.num_blocks > 0
 
-    @rule(which=number)
-    def drop_below(self, which: int) -> None:
-        """In host memory and on the disk: a block, and all that continues it."""
-        tiers = self.manager.tiers
-        digests = [entry.digest for entry in tiers.host] + [block.key.digest for block in tiers.disk]
-        if digests:
-            digest = digests[which % len(digests)]
-            tiers.drop(digest)
-            place = self.memories.way_of(digest)
-            assert not any(self.ways.is_below(way, place) for way in self.memories.below())
-            self.reached["dropped below"] += 1
-
-    @rule()
-    def reset_below(self) -> None:
-        self.manager.tiers.reset()
-        assert not self.memories.below()
-
     # The disk
 
-    @rule(count=st.integers(1, 8))
-    def disk_works(self, count: int) -> None:
-        self.disk.work(count)
-
-    @rule(is_full=st.booleans())
-    def disk_fills(self, is_full: bool) -> None:
-        """While it is full, every write fails."""
-        self.disk.is_full = is_full
-
-    @rule(which=number, is_gone=st.booleans())
-    def file_spoils(self, which: int, is_gone: bool) -> None:
-        if self.disk.files:
+    @rule(which=number, trouble=st.sampled_from(("full", "not full", "damaged", "gone", "looked at")))
+    def disk_has_trouble(self, which: int, trouble: str) -> None:
+        """While it is full, every write fails. A file is damaged, or deleted behind our back. The folder is looked through again."""
+        if trouble.endswith("full"):
+            self.disk.is_full = trouble == "full"
+        elif trouble == "looked at":
+            self.disk.scan()
+        elif self.disk.files:
             key = list(self.disk.files)[which % len(self.disk.files)]
-            if is_gone:
+            self.disk.files[key] = "damaged"
+            if trouble == "gone":
                 del self.disk.files[key]
-            else:
-                self.disk.files[key] = "damaged"
-            self.reached["spoilt"] += 1
-
-    @rule()
-    def look_into_the_folder(self) -> None:
-        self.disk.scan()
+            self.reached[trouble] += 1
 
     @rule()
     def everything_ends(self) -> None:
@@ -376,13 +394,13 @@ class CacheMachine(RuleBasedStateMachine):
 REACHED = (
     *("device", "host", "disk", "in_flight", "evicted", "other_namespace", "partial", "partial match without room"),
     *("preempted", "resumed with a hit", "evicted blocks", "merged", "aborted", "pinned", "dropped", "reset", "dropped below"),
-    "spoilt",
+    *("damaged", "gone"),
 )
 
 
 def test_whatever_happens_the_cache_is_what_a_plain_model_says() -> None:
     class Machine(CacheMachine):
-        reached = Counter[str]()
+        reached: ClassVar[Counter[str]] = Counter()
 
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Machine,
