@@ -19,7 +19,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine.sched", "engine.attention"),
     ("engine.model",),
     ("engine.runner",),
-    ("engine.core", "engine.control", "engine.memory", "engine.tier_setup", "engine.load"),
+    ("engine.core", "engine.control", "engine.memory", "engine.tier_setup", "engine.load",
+     "engine.evaluate"),
     ("engine.messages", "engine.process", "engine.engine_process", "engine.async_engine", "engine.llm"),
     ("server",),
 )  # fmt: skip
