@@ -6,6 +6,7 @@ plain model of the memories predicts, every token the one that follows from the 
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
@@ -69,12 +70,11 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from((8, 12, 24)),
         allow_partial=st.booleans(),
         budget=st.sampled_from((5, 16, 64)),
-        num_slots=st.sampled_from((4, 0, 2, 12)),
-        max_files=st.sampled_from((60, 0, 5)),
+        sizes_below=st.sampled_from(((3, 60), (0, 0), (5, 4), (12, 0), (2, 30))),
     )
-    def start(self, block_size: int, num_blocks: int, allow_partial: bool, budget: int, num_slots: int, max_files: int) -> None:
+    def start(self, block_size: int, num_blocks: int, allow_partial: bool, budget: int, sizes_below: tuple[int, int]) -> None:
         self.now = 0.0
-        self.max_files = max_files if num_slots else 0
+        num_slots, self.max_files = sizes_below
         self.max_len = (num_blocks - PIN_BLOCKS) * block_size
         self.ways = Ways(block_size)
         pool = WatchedPool(num_blocks)
@@ -180,6 +180,15 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(choice=tokens_of, max_tokens=st.integers(1, 12), namespace=namespaces, seed=st.integers(0, 1))
     def add(self, choice: Choice, max_tokens: int, namespace: Namespace, seed: int) -> None:
         self.submit(spell(choice), max_tokens, namespace, seed)
+
+    @rule(seed=st.integers(0, 9999), count=st.integers(2, 8))
+    def crowd(self, seed: int, count: int) -> None:
+        """Several at once, of whom most come to their end now."""
+        rng = random.Random(seed)
+        for _ in range(count):
+            choice = (rng.choice(STEMS), rng.randint(1, 24), rng.choice(TAILS))
+            self.submit(spell(choice), rng.randint(1, 8), rng.choice(NAMESPACES), rng.randrange(2))
+        self.step(4 * count, 2)
 
     @rule(choice=tokens_of, max_tokens=st.integers(1, 12), namespace=namespaces, num_samples=st.integers(2, 4))
     def fork(self, choice: Choice, max_tokens: int, namespace: Namespace, num_samples: int) -> None:
@@ -308,6 +317,8 @@ class CacheMachine(RuleBasedStateMachine):
         num_kept = num_public // self.manager.block_size if namespace.salt else 0
         own = set(self.ways.of(namespace, tokens, num_public)[num_kept * self.manager.block_size :])
         before, num_cached = self.memories.device(), self.manager.num_cached_blocks
+        below = self.memories.below()
+        num_below = self.num_blocks_below()
         result = self.control.apply(DropPrefix(namespace, tuple(tokens), num_public))
         after = self.memories.device()
         assert isinstance(result, Dropped)
@@ -321,17 +332,25 @@ class CacheMachine(RuleBasedStateMachine):
                 )
                 is_leaf = not any(other != block_id and self.ways.is_below(w[0], ways[-1]) for other, w in after.items())
                 assert not (is_leaf and ways[-1] in own and len(ways) == self.manager.block_size), "a block of it was left"
+        assert result.num_host_blocks + result.num_disk_blocks == num_below - self.num_blocks_below()
+        kept_below = self.memories.below()
+        assert all(way in own or self.ways.is_below(way, place) for way in below - kept_below), (
+            "another prefix was dropped below"
+        )
+        if result.is_exact_below:
+            assert not any(self.ways.is_below(way, place) for way in kept_below), "something was left below"
         self.reached["dropped"] += result.num_blocks > 0
+        self.reached["dropped in all tiers"] += result.num_blocks > 0 and below != kept_below
 
-    @rule(is_device=st.booleans())
-    def reset(self, is_device: bool) -> None:
-        if not is_device:
-            self.manager.tiers.reset()
-            assert not self.memories.below()
-            return
+    def num_blocks_below(self) -> int:
+        return sum(1 for _ in self.manager.tiers.host) + len(self.manager.tiers.disk)
+
+    @rule()
+    def reset(self) -> None:
         result = self.control.apply(ResetCache())
         assert isinstance(result, Dropped)
         assert self.manager.num_available_blocks == self.manager.num_free_blocks
+        assert not self.memories.below()
         self.reached["reset"] += result.num_blocks > 0
 
     # The disk
@@ -393,7 +412,18 @@ class CacheMachine(RuleBasedStateMachine):
 
 REACHED = (
     *("device", "host", "disk", "in_flight", "evicted", "other_namespace", "partial", "partial match without room"),
-    *("preempted", "resumed with a hit", "evicted blocks", "merged", "aborted", "pinned", "dropped", "reset", "dropped below"),
+    *(
+        "preempted",
+        "resumed with a hit",
+        "evicted blocks",
+        "merged",
+        "aborted",
+        "pinned",
+        "dropped",
+        "reset",
+        "dropped below",
+        "dropped in all tiers",
+    ),
     *("damaged", "gone"),
 )
 
