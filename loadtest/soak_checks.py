@@ -104,7 +104,6 @@ def counter_checks(
         within("aborted", reasons["abort"], tally.num_hung_up - tally.num_doubtful - (answers - tally.num_answered),
                tally.num_hung_up),
         equal("errors", reasons["error"], 0),
-        equal("durations observed = requests by finish reason", grown["octavo_request_duration_seconds_count"], ended),
         within("prompt tokens", grown["octavo_prompt_tokens_total"], tally.num_answered_prompt_tokens, tally.num_prompt_tokens),
         *_sums("", grown),
         *_idle("", end),
@@ -119,8 +118,10 @@ def _sums(prefix: str, grown: Metrics) -> list[Check]:
     sources = grown.by_label("octavo_prompt_tokens_by_source_total", "source")
     found = sum(sources[source] for source in ("device", "host", "disk", "in_flight"))
     prompt, hits = grown["octavo_prompt_tokens_total"], grown["octavo_prefix_cache_hit_tokens_total"]
+    ended = sum(grown.by_label("octavo_requests_total", "finish_reason").values())
     gaps = grown["octavo_time_to_first_token_seconds_count"] + grown["octavo_inter_token_latency_seconds_count"]
     return [
+        equal(f"{prefix}durations = requests by finish reason", grown["octavo_request_duration_seconds_count"], ended),
         equal(f"{prefix}prompt tokens by source = prompt tokens", sum(sources.values()), prompt),
         equal(f"{prefix}found tokens by source = hit tokens", found, hits),
         equal(f"{prefix}tokens looked up = prompt tokens", grown["octavo_prefix_cache_query_tokens_total"], prompt),
