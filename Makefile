@@ -6,7 +6,7 @@ PIP_FLAGS ?= --disable-pip-version-check --progress-bar on
 # On a CPU-only machine the plain torch on the index may be a CUDA build of several GB; this version has a CPU build where Octavo is developed.
 TORCH ?= torch==2.13.0
 
-.PHONY: help install serve test check lint types bench tier-bench kv-quality clean
+.PHONY: help install serve test check lint types bench tier-bench kv-quality soak clean
 
 help:
 	@echo "make serve     install, fetch the default model, serve it on http://127.0.0.1:8000  (MODEL=, OCTAVO_PORT=, ...)"
@@ -16,6 +16,7 @@ help:
 	@echo "make kv-quality  bytes, perplexity and KL of every KV cache format, on 20,480 tokens of Moby Dick (needs npm; half an hour)"
 	@echo "make bench     start a server and measure it with loadtest/ (a few minutes)"
 	@echo "make tier-bench  time to the first token of a 2,000-token prompt: computed, and found on device, host, disk, after a restart"
+	@echo "make soak      10,000 short requests of which 30 % hang up: nothing leaks, memory stays flat, counters add up"
 
 .venv/bin/python:
 	@echo "creating .venv"
@@ -52,6 +53,9 @@ check: lint types test
 
 bench: .venv/.installed-dev
 	$(BIN)/python -m loadtest.bench --serve "$(BIN)/octavo serve $(MODEL)" --weight-bytes 538e6 --reps 3 --json bench.json
+
+soak: .venv/.installed-dev
+	$(BIN)/python -m loadtest.soak --serve "$(BIN)/octavo serve smollm2-135m --kv-cache-memory 64MiB"
 
 tier-bench: .venv/.installed-dev
 	$(BIN)/python -m loadtest.tier_bench --serve "$(BIN)/octavo serve smollm2-135m" --kv-bytes-per-token 46080

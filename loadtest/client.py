@@ -44,7 +44,7 @@ async def complete(endpoint: Endpoint, request: CompletionRequest) -> Completion
     fold = StreamFold(time.perf_counter())
     try:
         async with asyncio.timeout(endpoint.timeout_s):
-            async with aclosing(_post(endpoint, completion_body(endpoint.model, request))) as pieces:
+            async with aclosing(post(endpoint, completion_body(endpoint.model, request))) as pieces:
                 async for piece in pieces:
                     fold.feed(piece, time.perf_counter())
     except TimeoutError as exc:
@@ -67,8 +67,8 @@ def completion_body(model: str, request: CompletionRequest) -> dict[str, Any]:
     }
 
 
-async def _post(endpoint: Endpoint, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-    """The body of the 200 answer, piece by piece as it arrives."""
+async def post(endpoint: Endpoint, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+    """The body of the 200 answer, piece by piece as it arrives. Closing it early hangs up."""
     reader, writer = await _connect(endpoint.url)
     try:
         writer.write(_request_bytes(endpoint, json.dumps(body, separators=(",", ":")).encode()))

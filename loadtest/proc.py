@@ -88,6 +88,12 @@ def memory_use(pid: int) -> MemoryUse:
     return MemoryUse(sum(peaks) * 1024, pss)
 
 
+def resident_bytes(pid: int) -> int | None:
+    """What the one process holds in memory now; None if it is gone."""
+    kib = _kib(f"/proc/{pid}/status", "VmRSS")
+    return None if kib is None else kib * 1024
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the command's name, state first; empty if the process is gone."""
     try:

@@ -142,7 +142,7 @@ class RecordingRunner:
         return block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _read(self, block_table: tuple[int, ...], position: int) -> int:
-        stored_position, token = self.slots[self._slot(block_table, position)]
+        stored_position, token = self.slots[self._slot(block_table, position)][:2]
         assert stored_position == position, "a block holds another position than its table says"
         return token
 
