@@ -13,7 +13,7 @@ help:
 	@echo "make test      install what the tests need and run them all"
 	@echo "make check     ruff, mypy --strict, import layers, then the tests: what CI runs"
 	@echo "make install   only make .venv; the command is .venv/bin/octavo"
-	@echo "make kv-quality  bytes, perplexity and KL of every KV cache format, on 20,480 tokens of Moby Dick (needs npm; half an hour)"
+	@echo "make kv-quality  bytes, perplexity and KL of every KV cache format, on 20,480 tokens of Moby Dick (needs npm; about half an hour)"
 	@echo "make bench     start a server and measure it with loadtest/ (a few minutes)"
 	@echo "make tier-bench  time to the first token of a 2,000-token prompt: computed, and found on device, host, disk, after a restart"
 	@echo "make soak      10,000 short requests of which 30 % hang up: nothing leaks, memory stays flat, counters add up"

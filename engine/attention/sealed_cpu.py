@@ -103,7 +103,7 @@ def plan_sealed_decode(items: list[WorkItem], fmt: KVFormat, group: int) -> Seal
         tail_rows=slots * size + positions % size,
         tail_starts=positions - positions % size,
         full_slots=np.array([item.tail_slot for item in full], np.int64),
-        full_ids=np.array([item.block_ids[-1] for item in full], np.int64),
+        full_ids=np.array([item.block_ids[item.first_position // size] for item in full], np.int64),
     )
 
 
