@@ -47,15 +47,15 @@ class CacheOperator:
         if position is not None and len(nodes) == num_full:
             first_below = continuations(position, token_ids[num_full * size :], with_branches=not namespace.salt)
         is_whole = len(token_ids) == num_full * size and num_full > num_public
-        digests = self._digests(first_below)
-        counts = drop((*descendants(first_below), *reversed(nodes[num_public:])), self._forget)
+        below = descendants(first_below)
+        digests = self._digests(below)  # of all: the tiers may lack some that others there continue
+        counts = drop((*below, *reversed(nodes[num_public:])), self._forget)
         counts.is_exact_below = is_whole or self._tiers.is_empty
         if is_whole:
             *before, last = self._tiers.digests_of(namespace, token_ids, num_public, size)[num_public:]
-            self._count_below(counts, self._tiers.drop(last, reversed(before)))
+            self._count_below(counts, self._tiers.drop(last, *digests, before=reversed(before)))
         else:
-            for digest in digests:
-                self._count_below(counts, self._tiers.drop(digest))
+            self._count_below(counts, self._tiers.drop(*digests))
         return counts
 
     def reset(self) -> DropCounts:

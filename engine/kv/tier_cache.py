@@ -299,17 +299,18 @@ class TierCache:
             self._deleting.add(key.digest)
             self._io.delete(key)
 
-    def drop(self, digest: bytes, before: Iterable[bytes] = ()) -> Dropped:
-        """Forget the block and all that continue it, in host memory and on the disk. Between steps only.
+    def drop(self, *digests: bytes, before: Iterable[bytes] = ()) -> Dropped:
+        """Forget the blocks and all that continue them, in host memory and on the disk. Between steps only.
 
-        ``before``: the blocks that it continues, the nearest first; of them go those that nothing else continues here.
+        What continues a block is found as far as no block between is missing here. ``before``: the blocks that they continue, the
+        nearest first; of them go those that nothing else continues here.
         """
         below: dict[bytes, set[bytes]] = {}
         for entry in self.host:
             below.setdefault(entry.above[:PREFIX_BYTES], set()).add(entry.digest)
         for block in self.disk:
             below.setdefault(block.key.above, set()).add(block.key.digest)
-        doomed, stack = {digest}, [digest]
+        doomed, stack = set(digests), [*digests]
         while stack:
             for child in below.get(stack.pop()[:PREFIX_BYTES], ()):
                 if child not in doomed:

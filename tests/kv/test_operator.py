@@ -190,6 +190,17 @@ def test_a_tenants_drop_leaves_public_blocks_in_host_memory_and_an_unsalted_one_
     manager.check_integrity()
 
 
+def test_a_drop_reaches_what_the_tiers_have_behind_blocks_that_only_the_device_has() -> None:
+    manager, control = make_tiered()
+    cache(manager, [*SYSTEM, 10, 11])
+    cache(manager, [*range(50, 62)])  # takes the block of 10 and 11, and leaves the two before it
+    assert (num_below(manager, [*SYSTEM, 10, 11]), manager.tiers.host.num_used) == (2, 1)
+    assert drop(control, SYSTEM[:2]) == dropped(2, 0, 0, 0, host=1)
+    cache(manager, SYSTEM)
+    assert num_found(manager, [*SYSTEM, 10, 11]) == 4
+    manager.check_integrity()
+
+
 def test_what_ends_inside_a_block_cannot_be_told_apart_below_and_the_answer_says_so() -> None:
     manager, control = make_tiered()
     cache(manager, [*SYSTEM, 10, 11])
