@@ -6,7 +6,7 @@ may stand for those of an equal one, and for no other. The model looks at memori
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ class Ways:
         self._block_size = block_size
         self._numbers: dict[tuple[int | None, int | Namespace], int] = {}
         self._parents: list[int | None] = []
+        self._blocks_before: dict[int, int | None] = {}
 
     def _next(self, way: int | None, step: int | Namespace) -> int:
         number = self._numbers.setdefault((way, step), len(self._numbers))
@@ -53,6 +54,8 @@ class Ways:
                 way = self._next(way, namespace)
             way = self._next(way, token)
             ways.append(way)
+            if len(ways) % self._block_size == 0:
+                self._blocks_before[way] = ways[-1 - self._block_size] if len(ways) > self._block_size else None
         return ways, self._next(way, namespace) if num_public and len(ways) == num_public else way
 
     def is_below(self, way: int, place: int) -> bool:
@@ -60,6 +63,13 @@ class Ways:
         while above is not None and above != place:
             above = self._parents[above]
         return above == place
+
+    def is_reached(self, way: int, known: Collection[int], own: Collection[int]) -> bool:
+        """Whether from a full block's last way one comes back to ``own`` over full blocks that are known."""
+        above = self._blocks_before[way]
+        while above is not None and above not in own and above in known:
+            above = self._blocks_before[above]
+        return above in own
 
 
 def said(prompt: Sequence[int], count: int, seed: int) -> list[int]:
