@@ -21,6 +21,7 @@ from engine.core import EngineCore
 from engine.kv.digest import Digester
 from engine.kv.pins import PinLimits
 from engine.kv.prefix import PrefixMatch
+from engine.kv.tails import TailSlots
 from engine.kv.tier_cache import TierCache
 from engine.kv.tiers import DiskTier, HostTier, Tier
 from engine.request import Namespace, Request, RequestStatus, TokenEvent
@@ -44,6 +45,7 @@ NAMESPACES = (Namespace(), Namespace("x"), Namespace("y"), Namespace("x", rope_c
 STEMS = ((0, 1, 2, 3) * 6, (0, 1, 2, 3, 0, 1, 2, 2, 1, 0, 3, 3) * 2, (3, 3, 2, 1, 0) * 5)
 PUBLIC = STEMS[0][:6]
 PIN_BLOCKS = 3
+MAX_NUM_SEQS = 4
 
 TAILS = tuple(tail for length in range(4) for tail in product(range(ALPHABET), repeat=length))
 
@@ -85,6 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
             block_size,
             pool=pool,
             allow_partial=allow_partial,
+            tails=None if allow_partial else TailSlots(MAX_NUM_SEQS),  # as in the quantized formats
             tiers=TierCache(Digester(b"p" * 32), HostTier(num_slots), DiskTier(self.max_files * FILE), self.disk),
             pin_limits=PinLimits(num_blocks, budget_blocks=PIN_BLOCKS, longest_blocks=num_blocks - PIN_BLOCKS),
             clock=lambda: self.now,
@@ -93,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.memories = Memories(self.manager, self.runner)
         self.scheduler = Scheduler(
             self.manager,
-            max_num_seqs=4,
+            max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=budget,
             eos_token_ids=(EOS,),
             clock=lambda: self.now,
