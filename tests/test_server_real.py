@@ -140,19 +140,20 @@ def test_metrics_add_up_to_the_token(server: RealServer) -> None:
     usages = []
     for prompt in ("the capital of France", "the capital of France is", [5, 6, 7], [[1] * 9, [1] * 9]):
         usages.append(server.post(prompt=prompt, max_tokens=12, ignore_eos=True, seed=1).json()["usage"])
-    stop_text = server.post(prompt=[5, 6, 7], max_tokens=12, ignore_eos=True, temperature=0).json()["choices"][0]["text"]
+    whole = server.post(prompt=[5, 6, 7], max_tokens=12, ignore_eos=True, temperature=0).json()
+    stop_text = whole["choices"][0]["text"]
     stopped = server.post(prompt=[5, 6, 7], max_tokens=12, ignore_eos=True, temperature=0, stop=stop_text[1:3])
     assert stopped.json()["choices"][0]["finish_reason"] == "stop"
     by_token = server.post(prompt=[5, 6, 7], max_tokens=12, temperature=2, stop_token_ids=list(range(2, VOCAB_SIZE)))
     assert by_token.json()["choices"][0]["finish_reason"] == "stop"
-    usages += [{"prompt_tokens": 3, "completion_tokens": 12}, stopped.json()["usage"], by_token.json()["usage"]]
+    usages += [whole["usage"], stopped.json()["usage"], by_token.json()["usage"]]
     until(server.is_idle)
     after = server.metrics()
     prompt_tokens = sum(usage["prompt_tokens"] for usage in usages)
     generated = sum(usage["completion_tokens"] for usage in usages)
     assert difference(before, after, "octavo_prompt_tokens_total") == prompt_tokens == 21 + 24 + 3 + 18 + 9
     assert difference(before, after, "octavo_prefix_cache_query_tokens_total") == prompt_tokens
-    hits = sum(usage.get("prompt_tokens_details", {}).get("cached_tokens", 0) for usage in usages)
+    hits = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     assert difference(before, after, "octavo_prefix_cache_hit_tokens_total") == hits
     assert 20 <= hits <= prompt_tokens, "the second prompt begins with the five full blocks of the first"
     assert difference(before, after, "octavo_generation_tokens_total") == generated
