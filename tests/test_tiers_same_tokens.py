@@ -58,11 +58,11 @@ def test_from_host_memory_from_the_disk_and_after_a_restart(
     first = Asked(smollm2_path, **cache)
     for number in (0, 1, 0, 2, 1, 0):
         assert first.ask(number) == expected[number]
-    assert any(admission.num_host_tokens >= 16 for admission in first.admissions)
-    assert any(admission.num_disk_tokens >= 16 for admission in first.admissions)
+    assert any(admission.sources.host >= 16 for admission in first.admissions)
+    assert any(admission.sources.disk >= 16 for admission in first.admissions)
     first.llm.close()
     again = Asked(smollm2_path, **cache)
     for number in range(len(TEXTS)):
         assert again.ask(number) == expected[number]
-        assert again.admissions[-1].num_disk_tokens >= 48, "the process that knew it is gone, its files are not"
+        assert again.admissions[-1].sources.disk >= 48, "the process that knew it is gone, its files are not"
     again.llm.close()
