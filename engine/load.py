@@ -207,16 +207,17 @@ def _build_model(config: ModelConfig, weights: ModelWeights, attention: Attentio
 
     from engine.attention.cpu import CPUAttention
     from engine.attention.sealed_cpu import SealedCPUAttention
+    from engine.model.cpu_decode_kernels import decode_layer
     from engine.model.cpu_decoder import CPUDecoder
     from engine.model.cpu_ops import CPUOps
-    from engine.model.cpu_sealed_decoder import SealedCPUDecoder
+    from engine.model.cpu_sealed_decode_kernels import sealed_decode_layer
 
     numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))  # one choice for both, OMP_NUM_THREADS's too
     model = LlamaModel(config, weights, CPUOps(), attention)
     if isinstance(attention, SealedCPUAttention):
-        return SealedCPUDecoder(model, attention)
+        return CPUDecoder(model, attention, sealed_decode_layer)
     if isinstance(attention, CPUAttention) and attention.format.dtype == "float32":
-        return CPUDecoder(model, attention)
+        return CPUDecoder(model, attention, decode_layer)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,6 +116,18 @@ class CPUAttention:
             rows = slice(prepared.item.query_start, prepared.item.query_start + prepared.item.num_queries)
             out[rows] = attend_item(prepared, q[rows], self._storage.k(layer), self._storage.v(layer))
         return out
+
+    def decode_arguments(self) -> tuple[Any, ...] | None:
+        """In the order in which ``cpu_decode_kernels`` takes them; None when nothing decodes."""
+        plan = self.decode
+        if plan is None:
+            return None
+        return self.slots, plan.rows, plan.tables, plan.units, plan.first_unit, plan.partial, plan.peaks, plan.totals
+
+    def cache_arguments(self, layer: int) -> tuple[Any, ...]:
+        fmt = self.format
+        offsets, scale = (fmt.k_offset(layer), fmt.v_offset(layer)), np.float32(fmt.head_dim**-0.5)
+        return self.pool, *offsets, fmt.block_size, fmt.num_kv_heads, fmt.head_dim, scale
 
     def _run_decode(self, plan: DecodePlan, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         fmt = self.format

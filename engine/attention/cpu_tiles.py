@@ -1,7 +1,7 @@
 """The inner loops of decode attention on a CPU, in LLVM instructions: scores, softmax and weighted sum for one tile of the cache.
 
 A tile is [tokens, head_dim] of float32. Its query heads (a group of 1 to 3 at a time) are kept in registers against it, so each
-element of K and V is loaded once. Results depend on the tile alone, never on how many tiles there are.
+element of K and V is loaded once for all of them. Results depend on the tile alone, never on how many tiles there are.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _dot_products(num_heads: int, num_tokens: int):
             pair, single = emit.whole(end, 2 * LANES), emit.whole(end, LANES)
             sums = emit.loop(0, pair, 2 * LANES, [constant(0.0, LANES)] * len(pairs), two_steps)
             sums = emit.loop(pair, single, LANES, sums, accumulate(LANES))
-            sums = [_sum_lanes(builder, total) for total in sums]
+            sums = [_fold_lanes(builder, total, builder.fadd) for total in sums]
             sums = emit.loop(single, end, 1, sums, accumulate(1))
             for (g, t), total in zip(pairs, sums, strict=True):
                 emit.store(total, emit.at(emit.pointer(7, 8), emit.add(emit.mul(arguments[9], g), t)))
@@ -73,8 +73,8 @@ def _rows(emit, pointer, stride, count):
     return [emit.at(pointer, emit.mul(stride, row)) for row in range(count)]
 
 
-def _sum_lanes(builder, vector):
-    """The lanes' sum, halves first, as a vector of one lane."""
+def _fold_lanes(builder, vector, join):
+    """All lanes joined into one, halves first, as a vector of one lane."""
     count = vector.type.count
     while count > 1:
         count //= 2
@@ -84,7 +84,7 @@ def _sum_lanes(builder, vector):
             )
             for start in (0, count)
         )
-        vector = builder.fadd(low, high)
+        vector = join(low, high)
     return vector
 
 
@@ -148,7 +148,7 @@ def _softmax(typing_context, row, row_at, num_padded, result):
             0, end, LANES, [constant(float("-inf"), LANES)],
             lambda t, best: [emit.maximum(emit.load(emit.at(scores, t), LANES), best[0])],
         )  # fmt: skip
-        peak = _max_lanes(emit, peaks[0])
+        peak = _fold_lanes(builder, peaks[0], emit.maximum)
         emit.store(peak, emit.pointer(3))
         zeros = ir.Constant(ir.VectorType(INT, LANES), [INT(0)] * LANES)
         shift = builder.fmul(builder.shuffle_vector(peak, peak, zeros), constant(-LOG2_E, LANES))
@@ -159,24 +159,10 @@ def _softmax(typing_context, row, row_at, num_padded, result):
             return [builder.fadd(total[0], weight)]
 
         total = emit.loop(0, end, LANES, [constant(0.0, LANES)], body)
-        emit.store(_sum_lanes(builder, total[0]), emit.at(emit.pointer(3), 1))
+        emit.store(_fold_lanes(builder, total[0], builder.fadd), emit.at(emit.pointer(3), 1))
         return context.get_dummy_value()
 
     return types.void(row, types.intp, types.intp, result), codegen
-
-
-def _max_lanes(emit, vector):
-    builder, count = emit.builder, vector.type.count
-    while count > 1:
-        count //= 2
-        low, high = (
-            builder.shuffle_vector(
-                vector, vector, ir.Constant(ir.VectorType(INT, count), [INT(i + start) for i in range(count)])
-            )
-            for start in (0, count)
-        )
-        vector = emit.maximum(low, high)
-    return vector
 
 
 def _exp2(emit, x):

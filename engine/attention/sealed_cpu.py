@@ -4,7 +4,7 @@ attention over unsealed blocks."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,7 +148,7 @@ class SealedCPUAttention:
         """Store the new rows, attend, and seal the blocks that are full now."""
         plan, fmt = decode.plan, self._format
         q, k, v = (x.flatten(1).float().numpy() for x in qkv)
-        pool, tails, shape, scale, parts, offsets = self.cache_arguments(layer)
+        pool, tails, shape, scale, parts, offsets = self._cache_arguments[layer]
         rows = plan.rows
         cpu_kernels.store_kv(k[rows], v[rows], decode.tail_rows, tails, *offsets, fmt.block_size, fmt.head_dim)
         cpu_sealed_kernels.decode(
@@ -164,9 +164,13 @@ class SealedCPUAttention:
             for (kind, at), offset in zip(parts, offsets, strict=True):
                 cpu_sealed_kernels.seal(tails, decode.full_slots, offset, pool, decode.full_ids, kind, at, shape)
 
-    def cache_arguments(self, layer: int) -> CacheArguments:
+    def decode_arguments(self) -> tuple[Any, ...] | None:
+        """In the order in which ``cpu_sealed_decode_kernels`` takes them; None when nothing decodes."""
+        return self.decode.arguments if self.decode is not None else None
+
+    def cache_arguments(self, layer: int) -> tuple[Any, ...]:
         """What the kernels need to know of a layer's cache, in the order of CacheArguments."""
-        return self._cache_arguments[layer]
+        return tuple(self._cache_arguments[layer])
 
     def _arguments(self, layer: int) -> CacheArguments:
         fmt = self._format

@@ -56,7 +56,8 @@ class KVCacheManager:
     free          gives all back; what was computed stays cached until its block is needed
 
     A step: admissions may ask for copies (``take_copies``), whose sources stay held until the step is over (``finish_step``,
-    before its commits). Without ``pin_limits`` nothing can be pinned. ``allow_partial`` is False for formats whose blocks cannot be shared in part: the quantized ones.
+    before its commits). Without ``pin_limits`` nothing can be pinned. ``allow_partial`` is False for formats whose blocks cannot be
+    shared in part: the quantized ones.
     """
 
     def __init__(

@@ -5,14 +5,13 @@ That saves 5 to 7 ms of a 40 ms step of SmolLM2 on two cores. Steps with prefill
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.cpu import CPUAttention, DecodePlan
-from engine.model.cpu_decode_kernels import decode_layer
 from engine.model.llama import LlamaModel
 from engine.model.weights import LayerWeights
 
@@ -35,19 +34,35 @@ class LayerArrays(NamedTuple):
     down_bias: Array
 
 
-class CPUDecoder:
-    """Same ``forward`` as LlamaModel, float32 only. Gives the same bits as the plain model over CPUOps."""
+class CompiledAttention(Protocol):
+    """What the decoder needs of a CPU attention backend: the arguments of a decode kernel, in the kernel's own order."""
 
-    def __init__(self, model: LlamaModel, attention: CPUAttention) -> None:
+    @property
+    def is_decode_only(self) -> bool: ...
+
+    def decode_arguments(self) -> tuple[Any, ...] | None:
+        """The planned step's; None when nothing in it decodes."""
+
+    def cache_arguments(self, layer: int) -> tuple[Any, ...]: ...
+
+
+class CPUDecoder:
+    """Same ``forward`` as LlamaModel, float32 only. Gives the same bits as the plain model over CPUOps.
+
+    ``decode_layer`` is the kernel that goes with the attention: ``cpu_decode_kernels`` for float formats, ``cpu_sealed_decode_kernels``.
+    """
+
+    def __init__(self, model: LlamaModel, attention: CompiledAttention, decode_layer: Callable[..., None]) -> None:
         self._model = model
         self._attention = attention
-        self._layers = tuple(layer_arrays(layer) for layer in model.weights.layers)
+        self._decode_layer = decode_layer
+        self._layers = tuple(_layer_arrays(layer) for layer in model.weights.layers)
         norms = [layer.input_norm for layer in model.weights.layers[1:]] + [model.weights.final_norm]
         self._next_norms = tuple(norm.numpy() for norm in norms)
 
     def forward(self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
         """See ``LlamaModel.forward``."""
-        plan = self._attention.decode
+        plan = self._attention.decode_arguments()
         if plan is None or not self._attention.is_decode_only:
             return self._model.forward(token_ids, cos, sin, sample_rows)
         ops, weights = self._model.ops, self._model.weights
@@ -56,28 +71,17 @@ class CPUDecoder:
         self._run_layers(plan, x.numpy(), residual.numpy(), cos.numpy(), sin.numpy())
         return ops.linear(x[sample_rows], weights.lm_head, None)
 
-    def _run_layers(self, plan: DecodePlan, x: Array, residual: Array, cos: Array, sin: Array) -> None:
-        config, attention = self._model.config, self._attention
-        fmt = attention.format
-        eps = np.float32(config.rms_norm_eps)
-        scale = np.float32(fmt.head_dim**-0.5)
-        items = (
-            attention.slots, plan.rows, plan.tables, plan.units, plan.first_unit, plan.partial, plan.peaks, plan.totals
-        )  # fmt: skip
-        widths = (
-            len(self._layers[0].qkv),
-            config.num_heads * fmt.head_dim,
-            2 * config.intermediate_size,
-            config.intermediate_size,
-        )
+    def _run_layers(self, plan: tuple[Any, ...], x: Array, residual: Array, cos: Array, sin: Array) -> None:
+        config = self._model.config
+        eps, q_size = np.float32(config.rms_norm_eps), config.num_heads * config.head_dim
+        widths = len(self._layers[0].qkv), q_size, 2 * config.intermediate_size, config.intermediate_size
         room = tuple(np.empty((len(x), width), np.float32) for width in widths)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
-            offsets = fmt.k_offset(index), fmt.v_offset(index)
-            cache = (attention.pool, *offsets, fmt.block_size, fmt.num_kv_heads, fmt.head_dim, scale)
-            decode_layer(x, residual, tuple(layer), next_norm, eps, cos, sin, cache, items, room)
+            cache = self._attention.cache_arguments(index)
+            self._decode_layer(x, residual, tuple(layer), next_norm, eps, cos, sin, cache, plan, room)
 
 
-def layer_arrays(layer: LayerWeights) -> LayerArrays:
+def _layer_arrays(layer: LayerWeights) -> LayerArrays:
     return LayerArrays(
         qkv=layer.qkv.numpy(),
         qkv_bias=_or_empty(layer.qkv_bias),
