@@ -15,6 +15,8 @@ from engine.llm import LLM
 from engine.request import Namespace, Request, SamplingParams
 from engine.stats import Admission
 
+pytestmark = pytest.mark.all_cores
+
 NUM_TOKENS = 64
 REQUEST_NUMBERS = itertools.count()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)

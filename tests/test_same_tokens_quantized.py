@@ -13,6 +13,8 @@ from engine.llm import LLM
 from engine.request import SamplingParams
 from tests.tiny_folder import make_folder, one_thread
 
+pytestmark = pytest.mark.all_cores
+
 __all__ = ["one_thread"]
 
 TINY_PROMPTS = [tuple(2 + (7 * i + 3 * j * j + i * j) % 250 for j in range(5 + 9 * i)) for i in range(1, 6)]

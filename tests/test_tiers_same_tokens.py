@@ -12,6 +12,8 @@ from engine.llm import LLM
 from engine.request import SamplingParams
 from engine.stats import Admission
 
+pytestmark = pytest.mark.all_cores
+
 NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
 BLOCK_BYTES = 737_280  # 16 tokens of 2 x 30 layers x 3 KV heads x 64 x float32
