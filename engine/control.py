@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.kv.dropping import DropCounts
 from engine.kv.manager import KVCacheManager
+from engine.kv.operator import DropResult
 from engine.kv.pins import Pin
 from engine.kv.survey import NamespaceView, PrefixView
 from engine.request import Namespace
@@ -46,11 +46,15 @@ class DropPrefix(msgspec.Struct, frozen=True, tag="drop"):
     num_public_tokens: int
 
 
+class ShowDeletions(msgspec.Struct, frozen=True, tag="deletions"):
+    """How far the disk is with what was dropped."""
+
+
 class ResetCache(msgspec.Struct, frozen=True, tag="reset"):
     """Forget all that is not in use and not pinned, in every namespace and tier."""
 
 
-Command = ShowCache | PinPrefix | Unpin | DropPrefix | ResetCache
+Command = ShowCache | PinPrefix | Unpin | DropPrefix | ResetCache | ShowDeletions
 
 
 class PinView(msgspec.Struct, frozen=True):
@@ -63,13 +67,15 @@ class PinView(msgspec.Struct, frozen=True):
 
 
 class CacheView(msgspec.Struct, frozen=True, tag="view"):
+    """``num_disk_files`` and ``disk_bytes`` are all in the disk cache's folder, other models' included."""
+
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
     num_referenced_blocks: int
     num_pinned_blocks: int
     num_host_blocks: int
-    num_disk_blocks: int
+    num_disk_files: int
     disk_bytes: int
     pin_limit_blocks: int
     pins: tuple[PinView, ...]
@@ -96,23 +102,41 @@ class Unpinned(msgspec.Struct, frozen=True, tag="unpinned"):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """What went from the device, and what stayed there although it was meant: used by running requests, pinned, or continued by
-    something that stays; and what went from host memory and the disk. See ``DropCounts`` for ``is_exact_below``."""
+    """What went, and what stayed although it was meant: used by running requests, pinned, or continued by something that stays.
+
+    Without a word more, blocks are the device's. What went is not found any more, on no tier; ``num_held_host_blocks`` of the host's
+    keep their place in memory until a disk job or a waiting request lets go of them, and ``num_deleting`` disk jobs (see
+    ``Deletions``) are yet to be done.
+    """
 
     num_blocks: int
     num_referenced_blocks: int
     num_pinned_blocks: int
     num_continued_blocks: int
-    num_host_blocks: int
-    num_disk_blocks: int
-    is_exact_below: bool
+    num_host_blocks: int = 0
+    num_held_host_blocks: int = 0
+    num_continued_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    num_disk_bytes: int = 0
+    num_continued_disk_blocks: int = 0
+    num_deleting: int = 0
+
+
+class Deletions(msgspec.Struct, frozen=True, tag="deletions_now"):
+    """``num_pending`` disk jobs are to be done until all that was dropped is off the disk: files to be deleted, or first to be
+    written to their end, and looks for what other servers have written. ``num_failed``: files or looks that failed; what is left
+    there is not found by this server, but will be by the next start.
+    """
+
+    num_pending: int
+    num_failed: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
-Result = CacheView | Pinned | NotResident | Unpinned | Dropped | Refused
+Result = CacheView | Pinned | NotResident | Unpinned | Dropped | Deletions | Refused
 
 
 class CacheControl:
@@ -141,6 +165,8 @@ class CacheControl:
             return Unpinned(self._view(pin) if pin is not None else None)
         if isinstance(command, DropPrefix):
             return self._dropped(self._operator.drop(command.namespace, command.token_ids, command.num_public_tokens))
+        if isinstance(command, ShowDeletions):
+            return Deletions(self._manager.tiers.num_deleting, self._manager.tiers.num_undeleted)
         assert isinstance(command, ResetCache)
         return self._dropped(self._operator.reset())
 
@@ -154,7 +180,7 @@ class CacheControl:
             num_referenced_blocks=manager.num_referenced_blocks,
             num_pinned_blocks=manager.num_pinned_blocks,
             num_host_blocks=manager.tiers.host.num_used,
-            num_disk_blocks=len(manager.tiers.disk),
+            num_disk_files=len(manager.tiers.disk),
             disk_bytes=manager.tiers.disk.num_bytes,
             pin_limit_blocks=operator.pins.limits.max_blocks,
             pins=tuple(self._view(pin) for pin in operator.pins),
@@ -178,13 +204,18 @@ class CacheControl:
     def _view(self, pin: Pin) -> PinView:
         return PinView(pin.pin_id, pin.num_tokens, len(pin.nodes), self._operator.pins.seconds_left(pin))
 
-    def _dropped(self, counts: DropCounts) -> Dropped:
+    def _dropped(self, result: DropResult) -> Dropped:
+        device, tiers = result.device, result.tiers
         return Dropped(
-            num_blocks=counts.num_dropped,
-            num_referenced_blocks=counts.num_referenced,
-            num_pinned_blocks=counts.num_pinned,
-            num_continued_blocks=counts.num_continued,
-            num_host_blocks=counts.num_host,
-            num_disk_blocks=counts.num_disk,
-            is_exact_below=counts.is_exact_below,
+            num_blocks=device.num_dropped,
+            num_referenced_blocks=device.num_referenced,
+            num_pinned_blocks=device.num_pinned,
+            num_continued_blocks=device.num_continued,
+            num_host_blocks=tiers.num_host_blocks,
+            num_held_host_blocks=tiers.num_held_host_blocks,
+            num_continued_host_blocks=tiers.num_continued_host_blocks,
+            num_disk_blocks=tiers.num_disk_blocks,
+            num_disk_bytes=tiers.num_disk_bytes,
+            num_continued_disk_blocks=tiers.num_continued_disk_blocks,
+            num_deleting=self._manager.tiers.num_deleting,
         )

@@ -14,12 +14,12 @@ from engine.errors import ConfigError, InsufficientMemoryError
 from engine.kv.block import PrefixNode
 from engine.kv.block_file import HEADER_BYTES, BlockFolder
 from engine.kv.digest import Digester
-from engine.kv.disk_worker import DiskWorker
+from engine.kv.disk_worker import DiskWorker, NoDisk
 from engine.kv.flush import Flush, FlushResult
 from engine.kv.format import KVFormat
 from engine.kv.offload import HostBuffer
 from engine.kv.storage import KVStorage
-from engine.kv.tier_cache import NoDisk, TierCache
+from engine.kv.tier_cache import TierCache
 from engine.kv.tiers import DiskTier, HostTier
 
 logger = logging.getLogger("octavo.cache")
@@ -61,6 +61,7 @@ class Tiers:
         deadline = clock() + seconds
         self.disk.worker.close()
         self.cache.poll()
+        self._delete_dropped()
         result = self.disk.flush.run(nodes, lambda: clock() > deadline)
         self.disk.folder.close()
         if result.num_left:
@@ -68,6 +69,15 @@ class Tiers:
                 "disk cache: %d blocks stored at the stop, %d not: no time or no room", result.num_written, result.num_left
             )
         return result
+
+    def _delete_dropped(self) -> None:
+        """Finish what the thread had no time for: what was dropped is not to be found by the next start."""
+        assert self.disk is not None
+        for key in self.cache.deleting:
+            try:
+                self.disk.folder.delete(key)
+            except OSError as error:
+                logger.warning("disk cache: cannot delete %s: %s", self.disk.folder.path(key).name, error.strerror or error)
 
 
 def open_tiers(

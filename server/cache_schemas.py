@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from engine.control import CacheView, Dropped, PinView
+from engine.control import CacheView, Deletions, Dropped, PinView
 from engine.kv.survey import NamespaceView, PrefixView
 from engine.stats import EngineInfo
 from server.schemas import CacheSalt, Float, Prompts, StrictBody, parse_prompts, refuse
@@ -67,10 +67,7 @@ class ViewWriter:
             "capacity_bytes": self._bytes(view.num_blocks),
             "blocks": blocks,
             "bytes": {state: self._bytes(count) for state, count in blocks.items()},
-            "tiers": {
-                "host": self._sized(view.num_host_blocks),
-                "disk": {"blocks": view.num_disk_blocks, "bytes": view.disk_bytes},
-            },
+            "tiers": self._tiers(view),
             "pinned": self._sized(view.num_pinned_blocks),
             "pin_limit": self._sized(view.pin_limit_blocks),
             "pins": [self.pin(pin) for pin in view.pins],
@@ -79,21 +76,44 @@ class ViewWriter:
             "top_by_hits": [self._prefix(item) for item in view.by_hits],
         }
 
+    def _tiers(self, view: CacheView) -> dict[str, Any]:
+        """What each tier holds and may hold. ``disk`` are the folder's files, other models' and headers included."""
+        return {
+            "device": {**self._sized(view.num_blocks - view.num_free_blocks), "capacity_bytes": self._bytes(view.num_blocks)},
+            "host": {**self._sized(view.num_host_blocks), "capacity_bytes": self._info.host_cache_bytes},
+            "disk": {"files": view.num_disk_files, "bytes": view.disk_bytes, "capacity_bytes": self._info.disk_cache_bytes},
+        }
+
     def pin(self, pin: PinView) -> dict[str, Any]:
         return {"id": pin.pin_id, "tokens": pin.num_tokens, **self._sized(pin.num_blocks), "seconds_left": pin.seconds_left}
 
-    def dropped(self, dropped: Dropped) -> dict[str, Any]:
-        """``complete`` when nothing that was meant has stayed, as far as that can be told."""
+    def dropped(self, dropped: Dropped, deletions: Deletions) -> dict[str, Any]:
+        """``complete`` when nothing that was meant has stayed, and no file is left of it.
+
+        What was dropped is not found any more; ``deletions`` are files that are not off the disk yet, or could not be deleted, and
+        ``held_host_blocks`` were not free when the drop was done: a disk job or a waiting request had yet to let go of them.
+        """
         kept = {
-            "referenced": dropped.num_referenced_blocks,
-            "pinned": dropped.num_pinned_blocks,
-            "continued": dropped.num_continued_blocks,
+            "device": {
+                "referenced": dropped.num_referenced_blocks,
+                "pinned": dropped.num_pinned_blocks,
+                "continued": dropped.num_continued_blocks,
+            },
+            "host": {"continued": dropped.num_continued_host_blocks},
+            "disk": {"continued": dropped.num_continued_disk_blocks},
         }
-        gone = {"host_blocks": dropped.num_host_blocks, "disk_blocks": dropped.num_disk_blocks}
+        left = {"pending": deletions.num_pending, "failed": deletions.num_failed}
+        is_complete = not any((*left.values(), *(count for counts in kept.values() for count in counts.values())))
         return {
-            "dropped": self._sized(dropped.num_blocks) | gone,
+            "dropped": {
+                "device": self._sized(dropped.num_blocks),
+                "host": self._sized(dropped.num_host_blocks),
+                "disk": {"blocks": dropped.num_disk_blocks, "bytes": dropped.num_disk_bytes},
+            },
             "kept_blocks": kept,
-            "complete": dropped.is_exact_below and not any(kept.values()),
+            "held_host_blocks": dropped.num_held_host_blocks,
+            "deletions": left,
+            "complete": is_complete,
         }
 
     def _namespace(self, item: NamespaceView) -> dict[str, Any]:

@@ -64,8 +64,8 @@ class Ways:
             above = self._parents[above]
         return above == place
 
-    def is_reached(self, way: int, known: Collection[int], own: Collection[int]) -> bool:
-        """Whether from a full block's last way one comes back to ``own`` over full blocks that are known."""
+    def is_reached(self, way: int, known: Collection[int], own: Collection[int | None]) -> bool:
+        """Whether from a full block's last way one comes back to ``own`` over full blocks that are known. None is the root."""
         above = self._blocks_before[way]
         while above is not None and above not in own and above in known:
             above = self._blocks_before[above]

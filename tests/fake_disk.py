@@ -17,7 +17,8 @@ class FakeDisk:
     def __init__(self, slots: MutableMapping[int, Any]) -> None:
         self.slots = slots
         self.files: dict[BlockKey, Any] = {}
-        self.jobs: list[tuple[str, BlockKey, int | None]] = []
+        self.jobs: list[tuple[str, BlockKey | None, int | None]] = []
+        self.stuck: set[BlockKey] = set()  # cannot be deleted
         self.done: list[Done] = []
         self.is_full = False
         self.num_writes = 0
@@ -35,6 +36,9 @@ class FakeDisk:
     def delete(self, key: BlockKey) -> None:
         self.jobs.append(("delete", key, None))
 
+    def rescan(self) -> None:
+        self.jobs.append(("rescan", None, None))
+
     def poll(self) -> Sequence[Done]:
         done, self.done = self.done, []
         return done
@@ -45,9 +49,14 @@ class FakeDisk:
     def work(self, count: int) -> None:
         for _ in range(min(count, len(self.jobs))):
             kind, key, slot = self.jobs.pop(0)
+            if kind == "rescan":
+                self.done.append(ScanDone(self._found(), was_asked=True))
+                continue
+            assert key is not None
             if kind == "delete":
-                self.files.pop(key, None)
-                self.done.append(DeleteDone(key))
+                if key not in self.stuck:
+                    self.files.pop(key, None)
+                self.done.append(DeleteDone(key, ok=key not in self.stuck))
             elif kind == "read":
                 assert slot is not None
                 self.slots[slot] = self.files.get(key, "nothing")
@@ -63,4 +72,7 @@ class FakeDisk:
                 self.done.append(WriteDone(key, slot, None if self.is_full else StoredBlock(key, FILE)))
 
     def scan(self) -> None:
-        self.done.append(ScanDone(tuple(StoredBlock(key, FILE) for key in self.files)))
+        self.done.append(ScanDone(self._found()))
+
+    def _found(self) -> tuple[StoredBlock, ...]:
+        return tuple(StoredBlock(key, FILE) for key in self.files)

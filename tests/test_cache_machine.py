@@ -23,6 +23,7 @@ from engine.kv.pins import PinLimits
 from engine.kv.prefix import PrefixMatch
 from engine.kv.tails import TailSlots
 from engine.kv.tier_cache import TierCache
+from engine.kv.tier_drop import DropScope
 from engine.kv.tiers import DiskTier, HostTier, Tier
 from engine.request import Namespace, Request, RequestStatus, TokenEvent
 from engine.sched.scheduler import Scheduler
@@ -310,7 +311,7 @@ class CacheMachine(RuleBasedStateMachine):
         if digests:
             digest = digests[which % len(digests)]
             place, known = self.memories.way_of(digest), self.memories.below()
-            tiers.drop(digest)
+            tiers.drop(DropScope((digest,), digest), 0)
             kept = self.memories.below()
             assert all(self.ways.is_below(way, place) for way in known - kept)
             assert place not in kept
@@ -323,30 +324,32 @@ class CacheMachine(RuleBasedStateMachine):
         num_kept = num_public // self.manager.block_size if namespace.salt else 0
         own = set(self.ways.of(namespace, tokens, num_public)[num_kept * self.manager.block_size :])
         before, num_cached = self.memories.device(), self.manager.num_cached_blocks
-        below = self.memories.below()
-        num_below = self.num_blocks_below()
+        below, num_below = self.memories.below(), self.num_blocks_below()
         result = self.control.apply(DropPrefix(namespace, tuple(tokens), num_public))
         after = self.memories.device()
         assert isinstance(result, Dropped)
         assert result.num_blocks == num_cached - self.manager.num_cached_blocks == len(before) - len(after)
         for block_id in before.keys() - after.keys():
             assert before[block_id][-1] in own or self.ways.is_below(before[block_id][-1], place), "another prefix was dropped"
+        kept_below = self.memories.below()
         for block_id, ways in after.items():
             if self.manager._pool.blocks[block_id].is_reclaimable:
                 assert not self.ways.is_below(ways[-1], place) or ways[-1] in own, (
                     "something was left that continues the prefix"
                 )
                 is_leaf = not any(other != block_id and self.ways.is_below(w[0], ways[-1]) for other, w in after.items())
+                is_leaf &= not any(way != ways[-1] and self.ways.is_below(way, ways[-1]) for way in kept_below)
                 assert not (is_leaf and ways[-1] in own and len(ways) == self.manager.block_size), "a block of it was left"
         assert result.num_host_blocks + result.num_disk_blocks == num_below - self.num_blocks_below()
-        kept_below = self.memories.below()
-        assert all(way in own or self.ways.is_below(way, place) for way in below - kept_below), (
+        full = tokens[: len(tokens) // self.manager.block_size * self.manager.block_size]  # below, no part of a block is known
+        place_below = self.ways.place(namespace, full, num_public)
+        assert all(way in own or self.ways.is_below(way, place_below) for way in below - kept_below), (
             "another prefix was dropped below"
         )
         known = below.union(ways[-1] for ways in before.values() if len(ways) == self.manager.block_size)
-        if result.is_exact_below:  # of what can be found: a block between may be lost everywhere
-            left = {way for way in kept_below if self.ways.is_below(way, place) and self.ways.is_reached(way, known, own)}
-            assert not left, "something was left below"
+        starts = {*own, self.ways.of(namespace, full, num_public)[-1] if full else None}
+        left = {way for way in kept_below if self.ways.is_below(way, place) and self.ways.is_reached(way, known, starts)}
+        assert not left, "something was left below"  # that can be found: a block between may be lost everywhere
         self.reached["dropped"] += result.num_blocks > 0
         self.reached["dropped in all tiers"] += result.num_blocks > 0 and below != kept_below
 

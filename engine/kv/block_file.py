@@ -1,6 +1,6 @@
 """A folder of blocks, one file each: written whole or not at all, verified on reading, shared by servers without harm.
 
-    DIR/<model>/<digest>-<above>.kv     header, then the block's bytes as they lie in the pool
+    DIR/<model>/<digest>-<above>.kv     header, then the block's bytes as they lie in the pool; -<branch> may follow on <above>
     DIR/writer-<id>.lock                 held by a living server for as long as it runs
     DIR/writer-<id>-<n>.tmp              a file in the making; a later start removes it once its writer's lock is free
 
@@ -28,7 +28,7 @@ VERSION = 1
 _FIELDS = struct.Struct("<8sI32s32sQ")  # magic, version, fingerprint, digest, payload length
 _CHECKSUM_BYTES = 32
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
-_NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{16})\.kv")
+_NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{16})(?:-([0-9a-f]{16}))?\.kv")
 _MODEL = re.compile(r"[0-9a-f]{16}")
 _LOCK = re.compile(r"(writer-[0-9a-f]{32})\.lock")
 
@@ -103,7 +103,8 @@ class BlockFolder:
         return self._fingerprint[:PREFIX_BYTES]
 
     def path(self, key: BlockKey) -> Path:
-        return self.root / key.model.hex() / f"{key.digest.hex()}-{key.above.hex()}.kv"
+        name = "-".join(part.hex() for part in (key.digest, key.above, key.branch) if part)
+        return self.root / key.model.hex() / f"{name}.kv"
 
     def write(self, key: BlockKey, payload: memoryview) -> StoredBlock:
         """Store a block of this model. The file appears whole, or the OSError says why not and nothing is left behind.
@@ -205,7 +206,7 @@ def _model_blocks(folder: os.DirEntry[str]) -> Iterator[tuple[int, StoredBlock]]
             continue
         with contextlib.suppress(FileNotFoundError):
             status = entry.stat(follow_symlinks=False)
-            key = BlockKey(model, bytes.fromhex(match[1]), bytes.fromhex(match[2]))
+            key = BlockKey(model, bytes.fromhex(match[1]), bytes.fromhex(match[2]), bytes.fromhex(match[3] or ""))
             yield status.st_mtime_ns, StoredBlock(key, status.st_size)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from engine.kv.block import PrefixNode
+from engine.kv.prefix import public_namespace
 from engine.request import Namespace
 
 DIGEST_BYTES = 32
@@ -26,6 +28,17 @@ def child_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(b"octavo block\0" + parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
 
 
+class Link(NamedTuple):
+    """A block's digest, and where it stands: ``above`` is the digest of the block before it, whoever's it is, or of the root.
+
+    ``branch`` is empty but for the first block behind public ones: there it is the digest of the branch that it begins.
+    """
+
+    digest: bytes
+    above: bytes
+    branch: bytes = b""
+
+
 class Digester:
     """Digests of tree nodes, computed when first asked for and kept on the node. ``fingerprint`` names model and format."""
 
@@ -36,12 +49,31 @@ class Digester:
     def of_root(self, namespace: Namespace, above: bytes = b"") -> bytes:
         return root_digest(self.fingerprint, namespace, above)
 
-    def above(self, node: PrefixNode) -> bytes:
-        """The digest of the block before, whoever's it is; of the root for the first block."""
+    def link(self, node: PrefixNode) -> Link:
+        """Of a node that holds a full block and hangs in the tree."""
         parent = node.parent
         assert parent is not None
-        is_branch = parent.namespace is not None and parent.parent is not None
-        return self.of(parent.parent if is_branch and parent.parent is not None else parent)
+        if parent.namespace is not None and parent.parent is not None:
+            return Link(self.of(node), self.of(parent.parent), self.of(parent))
+        return Link(self.of(node), self.of(parent))
+
+    def links(
+        self,
+        namespace: Namespace,
+        token_ids: Sequence[int],
+        num_public_blocks: int,
+        block_size: int,
+        nodes: Sequence[PrefixNode] = (),
+    ) -> Iterator[Link]:
+        """The full blocks of the tokens behind ``nodes``, the first of them. The first ``num_public_blocks`` belong to no salt."""
+        above = self.of(nodes[-1]) if nodes else self.of_root(public_namespace(namespace) if num_public_blocks else namespace)
+        for index in range(len(nodes), len(token_ids) // block_size):
+            is_first = index == num_public_blocks and index > 0
+            branch = self.of_root(namespace, above) if is_first else b""
+            tokens = token_ids[index * block_size : (index + 1) * block_size]
+            link = Link(child_digest(branch or above, tokens), above, branch)
+            yield link
+            above = link.digest
 
     def of(self, node: PrefixNode) -> bytes:
         """The node's digest. Not recursive: a long prompt is thousands of nodes deep."""

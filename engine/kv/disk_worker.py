@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.kv.block_file import BlockFolder, UnusableFileError
-from engine.kv.tiers import BlockKey, StoredBlock
+from engine.kv.tiers import PREFIX_BYTES, BlockKey, StoredBlock
 
 logger = logging.getLogger("octavo.cache")
 
@@ -43,14 +43,19 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class DeleteDone:
+    """Not ``ok``: the file could not be deleted and may still be there."""
+
     key: BlockKey
+    ok: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ScanDone:
-    """What lies in the folder, the least recently used first."""
+    """What lies in the folder, the least recently used first; None when that could not be found out. ``was_asked``: this answers
+    a ``rescan``."""
 
-    found: tuple[StoredBlock, ...]
+    found: tuple[StoredBlock, ...] | None
+    was_asked: bool = False
 
 
 Done = ReadDone | WriteDone | DeleteDone | ScanDone
@@ -69,8 +74,11 @@ class DiskIO(Protocol):
 
     def delete(self, key: BlockKey) -> None: ...
 
+    def rescan(self) -> None:
+        """Look through the folder, once what is to be deleted by now is gone."""
+
     def poll(self) -> Sequence[Done]:
-        """What is done since the last call. A ScanDone may be among it without a job."""
+        """What is done since the last call. A ScanDone may be among it that was not asked for."""
 
     def wait(self, seconds: float) -> None:
         """Return when something is done, or after that time."""
@@ -89,6 +97,7 @@ class DiskWorker:
         self._clock = clock
         self._reads: deque[tuple[BlockKey, int]] = deque()
         self._deletes: deque[BlockKey] = deque()
+        self._num_rescans = 0
         self._writes: deque[tuple[BlockKey, int]] = deque()
         self._used: list[BlockKey] = []  # the thread's own: read, but not marked as used yet
         self._done: list[Done] = []
@@ -119,6 +128,11 @@ class DiskWorker:
             self._deletes.append(key)
             self._changed.notify_all()
 
+    def rescan(self) -> None:
+        with self._changed:
+            self._num_rescans += 1
+            self._changed.notify_all()
+
     def poll(self) -> Sequence[Done]:
         if not self._done and self._failure is None:
             return ()
@@ -138,6 +152,7 @@ class DiskWorker:
             self._is_closing = True
             self._reads.clear()
             self._deletes.clear()
+            self._num_rescans = 0
             self._writes.clear()
             self._changed.notify_all()
         self._thread.join()
@@ -158,7 +173,9 @@ class DiskWorker:
     def _next_job(self) -> Callable[[], list[Done]] | None:
         """Wait for work, and take the most urgent piece: a request waits for a read, a bound for a delete, nobody for a write."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or self._reads or self._used or self._deletes or self._writes)
+            self._changed.wait_for(
+                lambda: self._is_closing or self._reads or self._used or self._deletes or self._num_rescans or self._writes
+            )
             if self._is_closing:
                 return None
             if self._reads:
@@ -169,6 +186,9 @@ class DiskWorker:
             if self._deletes:
                 deleted = self._deletes.popleft()
                 return lambda: [self._delete(deleted)]
+            if self._num_rescans:
+                self._num_rescans -= 1
+                return lambda: [self._scan(was_asked=True)]
             written, source = self._writes.popleft()
             return lambda: [self._write(written, source), *self._rescan()]
 
@@ -217,17 +237,46 @@ class DiskWorker:
             self._folder.delete(key)
         except OSError as error:
             logger.warning("disk cache: cannot delete %s: %s", self._folder.path(key).name, error.strerror or error)
+            return DeleteDone(key, ok=False)
         return DeleteDone(key)
 
     def _rescan(self) -> list[Done]:
         """Another server may have written and deleted: without a look its files would not be found, nor count against the bound."""
         if self._clock() - self._last_scan < RESCAN_SECONDS:
             return []
+        return [self._scan(was_asked=False)]
+
+    def _scan(self, *, was_asked: bool) -> ScanDone:
         try:
-            found = tuple(self._folder.scan())
+            return ScanDone(tuple(self._folder.scan()), was_asked)
         except OSError as error:
             logger.warning("disk cache: cannot look through %s: %s", self._folder.root, error.strerror or error)
-            return []
+            return ScanDone(None, was_asked)
         finally:
             self._last_scan = self._clock()
-        return [ScanDone(found)]
+
+
+class NoDisk(DiskIO):
+    """Where no disk cache was asked for: nothing is ever found there, so nothing is asked of it."""
+
+    @property
+    def model(self) -> bytes:
+        return bytes(PREFIX_BYTES)
+
+    def read(self, key: BlockKey, slot: int) -> None:
+        raise AssertionError("there is no disk cache to read from")
+
+    def write(self, key: BlockKey, slot: int) -> None:
+        raise AssertionError("there is no disk cache to write to")
+
+    def delete(self, key: BlockKey) -> None:
+        raise AssertionError("there is no disk cache to delete from")
+
+    def rescan(self) -> None:
+        raise AssertionError("there is no disk cache to look through")
+
+    def poll(self) -> Sequence[Done]:
+        return ()
+
+    def wait(self, seconds: float) -> None:
+        raise AssertionError("there is no disk cache to wait for")

@@ -13,19 +13,13 @@ from engine.kv.block import PrefixNode
 
 @dataclass(slots=True)
 class DropCounts:
-    """What went, and what stayed although it was meant: used by running requests, pinned, or continued by what stays.
-
-    ``is_exact_below`` is False when host memory and disk may still hold blocks that were meant: they are known by digests of
-    whole blocks, so what only begins with the last tokens of a prefix cannot be told from the rest.
-    """
+    """What went from the device, and what stayed although it was meant: used by running requests, pinned, or continued by what
+    stays, here or below."""
 
     num_dropped: int = 0
     num_referenced: int = 0
     num_pinned: int = 0
     num_continued: int = 0
-    num_host: int = 0
-    num_disk: int = 0
-    is_exact_below: bool = True
 
 
 def descendants(nodes: Iterable[PrefixNode]) -> list[PrefixNode]:
@@ -46,8 +40,11 @@ def continuations(node: PrefixNode, rest: Sequence[int], *, with_branches: bool)
     return found + list((node.branches or {}).values()) if with_branches and not rest else found
 
 
-def drop(nodes: Iterable[PrefixNode], forget: Callable[[PrefixNode], None]) -> DropCounts:
-    """Forget those of the nodes that can go. Leaves must come first; ``forget`` takes the node out of the tree."""
+def drop(nodes: Iterable[PrefixNode], forget: Callable[[PrefixNode], None], num_kept: int = 0) -> DropCounts:
+    """Forget those of the nodes that can go. Leaves must come first; ``forget`` takes the node out of the tree.
+
+    Those of the first ``num_kept`` blocks of their chain are continued by something that is not in the tree.
+    """
     counts = DropCounts()
     for node in nodes:
         assert node.block is not None
@@ -55,7 +52,7 @@ def drop(nodes: Iterable[PrefixNode], forget: Callable[[PrefixNode], None]) -> D
             counts.num_referenced += 1
         elif node.block.num_pins > 0:
             counts.num_pinned += 1
-        elif node.children or node.branches:
+        elif node.children or node.branches or node.depth <= num_kept:
             counts.num_continued += 1
         else:
             forget(node)

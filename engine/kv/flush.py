@@ -75,12 +75,13 @@ class Flush:
         seen: set[bytes] = set()
         for node in sorted(nodes, key=lambda node: (-node.last_used, node.depth)):
             assert node.block is not None
-            digest, block_id = self._digester.of(node), node.block.block_id
+            link, block_id = self._digester.link(node), node.block.block_id
+            digest = link.digest
             seen.add(digest)
             if self._tiers.disk.find(digest) is None:
-                key = BlockKey.of(self._folder.model, digest, self._digester.above(node))
+                key = BlockKey.of(self._folder.model, *link)
                 yield _Item(key, lambda block_id=block_id: self._read_block(block_id))  # type: ignore[misc]
         for entry in self._tiers.unwritten:
             if entry.digest not in seen:
-                key = BlockKey.of(self._folder.model, entry.digest, entry.above)
+                key = BlockKey.of(self._folder.model, entry.digest, entry.above, entry.branch)
                 yield _Item(key, lambda slot=entry.slot: self._rows[slot])  # type: ignore[misc]

@@ -18,7 +18,8 @@ GHOSTS_PER_BLOCK = 4
 
 @dataclass(frozen=True, slots=True)
 class FoundTokens:
-    """How many of a prompt's first tokens were found, and where; the counts follow each other in this order."""
+    """How many of a prompt's first tokens were found, and where. Together they are its first ``num_tokens`` tokens; in which order
+    the places follow each other is not said: what was in flight may have gone to host memory in part by now."""
 
     device: int = 0
     host: int = 0

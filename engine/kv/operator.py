@@ -6,6 +6,7 @@ Knows blocks and tokens; not who may ask, nor how the question came.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.kv.block import PrefixNode
 from engine.kv.dropping import DropCounts, continuations, descendants, drop
@@ -14,8 +15,17 @@ from engine.kv.pins import Pins
 from engine.kv.pool import BlockPool
 from engine.kv.prefix import PrefixTree
 from engine.kv.survey import Survey, survey
-from engine.kv.tier_cache import Dropped, TierCache
+from engine.kv.tier_cache import TierCache
+from engine.kv.tier_drop import TierDropCounts
 from engine.request import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class DropResult:
+    """What went and what stayed, by tier."""
+
+    device: DropCounts
+    tiers: TierDropCounts
 
 
 class CacheOperator:
@@ -33,43 +43,35 @@ class CacheOperator:
         num_public_blocks = self._tree.num_public_blocks(namespace, num_public_tokens)
         return self._tree.match(namespace, (*token_ids, 0), num_public_blocks).nodes  # a match leaves out the last token
 
-    def drop(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int) -> DropCounts:
-        """Forget what continues these tokens, in every tier, and of their own blocks those that nothing else continues.
+    def drop(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int) -> DropResult:
+        """Forget what continues these tokens, and of their own blocks those that nothing else continues, on any tier.
 
         Looks where a prompt of exactly these tokens would stand. In a salted namespace public blocks stay; without a salt,
         what continues public ones in any namespace is meant too.
         """
-        size = self._tree.block_size
-        num_full, num_public = len(token_ids) // size, self._tree.num_public_blocks(namespace, num_public_tokens)
+        size, num_public = self._tree.block_size, self._tree.num_public_blocks(namespace, num_public_tokens)
         nodes = self.resident_nodes(namespace, token_ids, num_public_tokens)
-        position = self._tree.position(namespace, nodes, num_public)
-        first_below: list[PrefixNode] = []
-        if position is not None and len(nodes) == num_full:
-            first_below = continuations(position, token_ids[num_full * size :], with_branches=not namespace.salt)
-        is_whole = len(token_ids) == num_full * size and num_full > num_public
-        below = descendants(first_below)
-        digests = self._digests(below)  # of all: the tiers may lack some that others there continue
-        counts = drop((*below, *reversed(nodes[num_public:])), self._forget)
-        counts.is_exact_below = is_whole or self._tiers.is_empty
-        if is_whole:
-            *before, last = self._tiers.digests_of(namespace, token_ids, num_public, size)[num_public:]
-            self._count_below(counts, self._tiers.drop(last, *digests, before=reversed(before)))
-        else:
-            self._count_below(counts, self._tiers.drop(*digests))
-        return counts
+        own, below = nodes[num_public:], self._below(namespace, token_ids, nodes, num_public)
+        known = [self._tiers.digest(node) for node in below if len(node.tokens) == size]
+        scope = self._tiers.scope(namespace, token_ids, num_public, size)
+        num_kept = self._tiers.num_continued(scope, known)
+        device = drop((*below, *reversed(own)), self._forget, num_public + num_kept if num_kept else 0)
+        stayed = [number for number, node in enumerate(own, 1) if node.block is not None and node.block.is_reclaimable]
+        return DropResult(device, self._tiers.drop(scope, max([num_kept, *stayed[-1:]]), known))
 
-    def reset(self) -> DropCounts:
+    def _below(
+        self, namespace: Namespace, token_ids: Sequence[int], nodes: Sequence[PrefixNode], num_public_blocks: int
+    ) -> list[PrefixNode]:
+        """What continues the tokens on the device, leaves first; ``nodes`` are the full blocks of theirs that are there."""
+        size = self._tree.block_size
+        position = self._tree.position(namespace, nodes, num_public_blocks)
+        if position is None or len(nodes) < len(token_ids) // size:
+            return []
+        return descendants(continuations(position, token_ids[len(nodes) * size :], with_branches=not namespace.salt))
+
+    def reset(self) -> DropResult:
         """Forget all that is neither in use nor pinned, and all that the tiers below hold of this model."""
-        counts = drop(descendants(self._tree.roots()), self._forget)
-        self._count_below(counts, self._tiers.reset())
-        return counts
-
-    def _digests(self, nodes: Sequence[PrefixNode]) -> list[bytes]:
-        return [self._tiers.digest(node) for node in nodes if len(node.tokens) == self._tree.block_size]
-
-    def _count_below(self, counts: DropCounts, dropped: Dropped) -> None:
-        counts.num_host += dropped.num_host_blocks
-        counts.num_disk += dropped.num_disk_blocks
+        return DropResult(drop(descendants(self._tree.roots()), self._forget), self._tiers.reset())
 
     def survey(self, num_prefixes: int, num_token_ids: int) -> Survey:
         """See ``Survey``; at most ``num_prefixes`` in each ranking, with the first ``num_token_ids`` tokens of each."""

@@ -6,15 +6,15 @@ kept in both places: a block that was loaded stays in host memory, one that was 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from engine.kv.block import PrefixNode, Tokens
-from engine.kv.digest import Digester, child_digest
-from engine.kv.disk_worker import DeleteDone, DiskIO, Done, ReadDone, ScanDone, WriteDone
+from engine.kv.digest import Digester, Link
+from engine.kv.disk_worker import DeleteDone, DiskIO, Done, NoDisk, ReadDone, ScanDone, WriteDone
 from engine.kv.moves import BlockLoad, BlockStore
-from engine.kv.prefix import public_namespace
-from engine.kv.tiers import PREFIX_BYTES, BlockKey, DiskTier, HostEntry, HostTier, Tier, TierHit
+from engine.kv.tier_drop import DropScope, Place, Sweep, TierDropCounts, own_places
+from engine.kv.tiers import BlockKey, DiskTier, HostEntry, HostTier, Tier, TierHit
 from engine.request import Namespace
 
 _MAX_WRITES = 8  # under way at a time; each keeps a host slot
@@ -30,14 +30,6 @@ class Promotion:
     def is_done(self) -> bool:
         """Every block is there, or has turned out to be unusable."""
         return all(entry.is_ready or entry.is_orphan for entry in self.entries)
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """How many blocks were forgotten in each tier."""
-
-    num_host_blocks: int
-    num_disk_blocks: int
 
 
 @dataclass(slots=True)
@@ -62,13 +54,16 @@ class TierCache:
         self._unwritten: dict[bytes, HostEntry] = {}  # oldest first
         self._writing: dict[bytes, HostEntry] = {}
         self._reading: dict[bytes, HostEntry] = {}
-        self._deleting: set[bytes] = set()
+        self._deleting: dict[bytes, BlockKey] = {}
+        self._undeleted: set[bytes] = set()
+        self._sweeps: list[Sweep] = []  # each waits for a look into the folder, in this order
+        self._overdue: list[Sweep] = []  # that look failed: the next one will do
         self._promotions: list[Promotion] = []
 
     @property
     def is_busy(self) -> bool:
         """Whether ``poll`` has something to wait for."""
-        return bool(self._unwritten or self._writing or self._reading or self._deleting or self._promotions)
+        return bool(self._unwritten or self._writing or self._reading or self._deleting or self._sweeps or self._promotions)
 
     @property
     def is_empty(self) -> bool:
@@ -80,21 +75,12 @@ class TierCache:
         return [entry for entry in self.host.by_use() if entry.is_ready and self.disk.find(entry.digest) is None]
 
     def digest(self, node: PrefixNode) -> bytes:
-        """What ``drop`` knows the node's block by."""
+        """What the tiers know the node's full block by."""
         return self._digester.of(node)
 
-    def digests_of(
-        self, namespace: Namespace, token_ids: Sequence[int], num_public_blocks: int, block_size: int
-    ) -> list[bytes]:
-        """What ``drop`` knows the full blocks of these tokens by, wherever they are."""
-        digests: list[bytes] = []
-        digest = self._digester.of_root(public_namespace(namespace) if num_public_blocks else namespace)
-        for index in range(len(token_ids) // block_size):
-            if index == num_public_blocks and index > 0:
-                digest = self._digester.of_root(namespace, digest)
-            digest = child_digest(digest, token_ids[index * block_size : (index + 1) * block_size])
-            digests.append(digest)
-        return digests
+    def scope(self, namespace: Namespace, token_ids: Sequence[int], num_public_blocks: int, block_size: int) -> DropScope:
+        """What a drop of these tokens means in the tiers; the first ``num_public_blocks`` blocks belong to no salt."""
+        return DropScope.of(self._digester, namespace, token_ids, num_public_blocks, block_size)
 
     def match(
         self,
@@ -111,26 +97,21 @@ class TierCache:
         if not self.host.num_slots:
             return ()
         hits: list[TierHit] = []
-        top = public_namespace(namespace) if num_public_blocks else namespace
-        above = self._digester.of(nodes[-1]) if nodes else self._digester.of_root(top)
-        for index in range(len(nodes), (len(token_ids) - 1) // block_size):
-            is_branch = index == num_public_blocks and index > 0
-            parent = self._digester.of_root(namespace, above) if is_branch else above
-            tokens = tuple(token_ids[index * block_size : (index + 1) * block_size])
-            hit = self._hit(child_digest(parent, tokens), above, tokens)
+        for link in self._digester.links(namespace, token_ids[:-1], num_public_blocks, block_size, nodes):
+            start = (len(nodes) + len(hits)) * block_size
+            hit = self._hit(link, tuple(token_ids[start : start + block_size]))
             if hit is None:
                 break
             hits.append(hit)
-            above = hit.digest
         return tuple(hits)
 
-    def _hit(self, digest: bytes, above: bytes, tokens: Tokens) -> TierHit | None:
-        entry = self.host.find(digest)
+    def _hit(self, link: Link, tokens: Tokens) -> TierHit | None:
+        entry = self.host.find(link.digest)
         if entry is not None:
             tier = Tier.DISK if entry.is_from_disk else Tier.HOST
-            return TierHit(digest, above, tokens, tier, entry.is_ready)
-        if self.disk.find(digest) is not None:
-            return TierHit(digest, above, tokens, Tier.DISK, is_ready=False)
+            return TierHit(link.digest, link.above, tokens, tier, entry.is_ready, link.branch)
+        if self.disk.find(link.digest) is not None:
+            return TierHit(link.digest, link.above, tokens, Tier.DISK, is_ready=False, branch=link.branch)
         return None
 
     def offload(self, node: PrefixNode) -> None:
@@ -143,15 +124,15 @@ class TierCache:
         assert node.block is not None
         block_id = node.block.block_id
         assert all(load.block_id != block_id for load, _ in self._step.loads), "a block was evicted before it was loaded"
-        digest = self._digester.of(node)
-        known = self.host.find(digest)
+        link = self._digester.link(node)
+        known = self.host.find(link.digest)
         if known is not None:
             self.host.touch(known)
-            self.disk.touch(digest)
+            self.disk.touch(link.digest)
             return
         if not self._make_room():
             return
-        entry = self.host.add(digest, self._digester.above(node))
+        entry = self.host.add(*link)
         self._step.stores[entry.slot] = (BlockStore(block_id, entry.slot), entry)
 
     def _make_room(self) -> bool:
@@ -214,7 +195,7 @@ class TierCache:
             self._io.write(self._key(entry), entry.slot)
 
     def _key(self, entry: HostEntry) -> BlockKey:
-        return BlockKey.of(self._io.model, entry.digest, entry.above)
+        return BlockKey.of(self._io.model, entry.digest, entry.above, entry.branch)
 
     def promote(self, hits: Sequence[TierHit]) -> Promotion:
         """Start reading the hits' disk blocks into host memory, as far as slots can be had; the rest stays where it is."""
@@ -238,7 +219,7 @@ class TierCache:
         key = self.disk.find(hit.digest)
         if key is None or key.digest in self._reading or not self._make_room():
             return None
-        entry = self.host.add(hit.digest, hit.above, is_ready=False)
+        entry = self.host.add(hit.digest, hit.above, hit.branch, is_ready=False)
         entry.is_from_disk = True
         self.host.pin(entry)  # for the promotion
         self.host.pin(entry)  # for the read
@@ -267,10 +248,11 @@ class TierCache:
         elif isinstance(done, WriteDone):
             self._end_write(done)
         elif isinstance(done, DeleteDone):
-            self._deleting.discard(done.key.digest)
+            self._deleting.pop(done.key.digest, None)
+            if not done.ok:
+                self._undeleted.add(done.key.digest)
         elif isinstance(done, ScanDone):
-            self.disk.reconcile(done.found, self._deleting)
-            self._delete(self.disk.overflow())
+            self._end_scan(done)
 
     def _end_read(self, done: ReadDone) -> None:
         entry = self._reading.pop(done.key.digest)
@@ -282,6 +264,23 @@ class TierCache:
                 self.host.forget(entry)
         self.host.unpin(entry)
 
+    def _end_scan(self, done: ScanDone) -> None:
+        """What another server has written is ours too, unless it was dropped before we knew of it."""
+        if done.found is None:
+            self._overdue += [self._sweeps.pop(0)] if done.was_asked else []
+            return
+        unknown = [block for block in done.found if not self._is_known(block.key.digest)]
+        places = own_places(unknown, self._io.model)
+        condemned = {digest for sweep in (*self._sweeps, *self._overdue) for digest in sweep.condemned(places)}
+        self.disk.reconcile(done.found, {*self._deleting, *self._undeleted, *condemned})
+        self._delete([*(block.key for block in unknown if block.key.digest in condemned), *self.disk.overflow()])
+        self._overdue.clear()
+        if done.was_asked:
+            self._sweeps.pop(0)
+
+    def _is_known(self, digest: bytes) -> bool:
+        return digest in self._deleting or digest in self._undeleted or self.disk.find(digest) is not None
+
     def _end_write(self, done: WriteDone) -> None:
         entry = self._writing.pop(done.key.digest)
         was_dropped = entry.is_orphan
@@ -291,52 +290,79 @@ class TierCache:
         if was_dropped:
             self._delete([done.key])
             return
+        self._undeleted.discard(done.key.digest)
         self.disk.add(done.stored)
         self._delete(self.disk.overflow())
 
     def _delete(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
-            self._deleting.add(key.digest)
+            self._deleting[key.digest] = key
             self._io.delete(key)
 
-    def drop(self, *digests: bytes, before: Iterable[bytes] = ()) -> Dropped:
-        """Forget the blocks and all that continue them, in host memory and on the disk. Between steps only.
+    @property
+    def num_deleting(self) -> int:
+        """Disk jobs that a drop waits for: files that are to go, or to be written before they can, and looks for others' files."""
+        num_dropped_writes = sum(entry.is_orphan for entry in self._writing.values())
+        return len(self._deleting) + num_dropped_writes + len(self._sweeps)
 
-        What continues a block is found as far as no block between is missing here. ``before``: the blocks that they continue, the
-        nearest first; of them go those that nothing else continues here.
+    @property
+    def num_undeleted(self) -> int:
+        """Files that could not be deleted, and failed looks for others' files. What is there nevertheless is not found any more,
+        unless the server is started anew."""
+        return len(self._undeleted) + len(self._overdue)
+
+    @property
+    def deleting(self) -> list[BlockKey]:
+        return list(self._deleting.values())
+
+    def num_continued(self, scope: DropScope, known: Sequence[bytes]) -> int:
+        """How many of the scope's own blocks, from the first, are continued by blocks of the tiers that the drop does not mean.
+
+        ``known`` are blocks of the device that it means: the tiers may lack some of them and have what continues these.
         """
-        below: dict[bytes, set[bytes]] = {}
-        for entry in self.host:
-            below.setdefault(entry.above[:PREFIX_BYTES], set()).add(entry.digest)
-        for block in self.disk:
-            below.setdefault(block.key.above, set()).add(block.key.digest)
-        doomed, stack = set(digests), [*digests]
-        while stack:
-            for child in below.get(stack.pop()[:PREFIX_BYTES], ()):
-                if child not in doomed:
-                    doomed.add(child)
-                    stack.append(child)
-        for above in before:
-            if below.get(above[:PREFIX_BYTES], set()) - doomed:
-                break
-            doomed.add(above)
-        return self._forget(doomed)
+        places = self._places()
+        return scope.num_continued(places, scope.below(places, known))
 
-    def reset(self) -> Dropped:
+    def drop(self, scope: DropScope, num_kept: int, known: Sequence[bytes] = ()) -> TierDropCounts:
+        """Forget what the scope means, but for its first ``num_kept`` own blocks. Between steps only. ``known``: as above.
+
+        What continues a block is found as far as no block between is missing everywhere.
+        """
+        kept, doomed = scope.own[:num_kept], scope.below(self._places(), (*scope.own[num_kept:], *known))
+        counts = self._forget(doomed, Sweep(scope, frozenset(doomed)))
+        return replace(
+            counts,
+            num_continued_host_blocks=sum(self.host.find(digest) is not None for digest in kept),
+            num_continued_disk_blocks=sum(self.disk.find(digest) is not None for digest in kept),
+        )
+
+    def reset(self) -> TierDropCounts:
         """Forget everything of this model and format, in host memory and on the disk. Between steps only."""
-        own = {block.key.digest for block in self.disk if block.key.model == self._io.model}
-        return self._forget(own | {entry.digest for entry in self.host})
+        return self._forget({place.digest for place in self._places()}, Sweep())
 
-    def _forget(self, digests: set[bytes]) -> Dropped:
+    def _places(self) -> list[Place]:
+        """Of every block of this model in the tiers; one that is in both, twice."""
+        return [*(Place.of_entry(entry) for entry in self.host), *own_places(self.disk, self._io.model)]
+
+    def _forget(self, digests: set[bytes], sweep: Sweep) -> TierDropCounts:
         entries = [entry for digest in digests if (entry := self.host.find(digest)) is not None]
-        keys = [key for digest in digests if (key := self.disk.find(digest)) is not None]
+        blocks = [block for digest in digests if (block := self.disk.get(digest)) is not None]
         for entry in entries:
             self._unwritten.pop(entry.digest, None)
+            self._step.stores.pop(entry.slot, None)
             self.host.forget(entry)
-        for key in keys:
-            self.disk.remove(key.digest)
-        self._delete(keys)
-        return Dropped(len(entries), len(keys))
+        for block in blocks:
+            self.disk.remove(block.key.digest)
+        self._delete([block.key for block in blocks])
+        if self.disk.max_bytes:
+            self._sweeps.append(sweep)
+            self._io.rescan()
+        return TierDropCounts(
+            num_host_blocks=len(entries),
+            num_held_host_blocks=sum(entry.pins > 0 for entry in entries),
+            num_disk_blocks=len(blocks),
+            num_disk_bytes=sum(block.num_bytes for block in blocks),
+        )
 
     def check_integrity(self) -> None:
         """Assert that indexes, jobs and pins agree. For tests, between steps."""
@@ -353,29 +379,6 @@ class TierCache:
             assert entry.is_ready or entry.is_orphan or entry.digest in self._reading
         for digest, entry in self._unwritten.items():
             assert self.host.find(digest) is entry, "a block waits to be written that is no longer there"
-
-
-class NoDisk(DiskIO):
-    """Where no disk cache was asked for: nothing is ever found there, so nothing is asked of it."""
-
-    @property
-    def model(self) -> bytes:
-        return bytes(PREFIX_BYTES)
-
-    def read(self, key: BlockKey, slot: int) -> None:
-        raise AssertionError("there is no disk cache to read from")
-
-    def write(self, key: BlockKey, slot: int) -> None:
-        raise AssertionError("there is no disk cache to write to")
-
-    def delete(self, key: BlockKey) -> None:
-        raise AssertionError("there is no disk cache to delete from")
-
-    def poll(self) -> Sequence[Done]:
-        return ()
-
-    def wait(self, seconds: float) -> None:
-        raise AssertionError("there is no disk cache to wait for")
 
 
 def no_tiers() -> TierCache:

@@ -26,7 +26,7 @@ class Tier(Enum):
 class TierHit:
     """A full block of a prompt that lies in a tier. A finding only: nothing is held by it.
 
-    ``above`` is the digest of the block before it, or of the root. ``is_ready``: in host memory, can be loaded in the coming step; otherwise it has to be, or is being, read from the disk.
+    ``above`` and ``branch`` as in ``Link``. ``is_ready``: in host memory, can be loaded in the coming step; otherwise it has to be, or is being, read from the disk.
     """
 
     digest: bytes
@@ -34,6 +34,7 @@ class TierHit:
     tokens: Tokens
     tier: Tier
     is_ready: bool
+    branch: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,7 @@ class HostEntry:
     above: bytes
     slot: int
     is_ready: bool = True
+    branch: bytes = b""
     is_from_disk: bool = False
     is_orphan: bool = False
     pins: int = 0
@@ -82,10 +84,10 @@ class HostTier:
     def find(self, digest: bytes) -> HostEntry | None:
         return self._entries.get(digest)
 
-    def add(self, digest: bytes, above: bytes, *, is_ready: bool = True) -> HostEntry:
+    def add(self, digest: bytes, above: bytes, branch: bytes = b"", *, is_ready: bool = True) -> HostEntry:
         """Give the digest a free slot; there must be one. The entry is the most recently used one."""
         assert digest not in self._entries, "a block has two host slots"
-        entry = HostEntry(digest, above, self._free.pop(), is_ready)
+        entry = HostEntry(digest, above, self._free.pop(), is_ready, branch)
         self._entries[digest] = entry
         self._idle[digest] = entry
         return entry
@@ -145,16 +147,17 @@ PREFIX_BYTES = 8  # of digests where they only have to be told apart, such as in
 
 
 class BlockKey(NamedTuple):
-    """Which file holds a block. ``model`` and ``above``: the first bytes of the fingerprint and of the digest of the block before."""
+    """Which file holds a block. ``model``, ``above`` and ``branch``: the first bytes of the fingerprint and of the two in ``Link``."""
 
     model: bytes
     digest: bytes
     above: bytes
+    branch: bytes = b""
 
     @classmethod
-    def of(cls, model: bytes, digest: bytes, above: bytes) -> BlockKey:
-        """``above`` is a whole digest, or the beginning of one."""
-        return cls(model, digest, above[:PREFIX_BYTES])
+    def of(cls, model: bytes, digest: bytes, above: bytes, branch: bytes) -> BlockKey:
+        """``above`` and ``branch`` are whole digests, or the beginnings of such."""
+        return cls(model, digest, above[:PREFIX_BYTES], branch[:PREFIX_BYTES])
 
 
 class StoredBlock(NamedTuple):
@@ -180,6 +183,9 @@ class DiskTier:
 
     def __iter__(self) -> Iterator[StoredBlock]:
         return iter(self._blocks.values())
+
+    def get(self, digest: bytes) -> StoredBlock | None:
+        return self._blocks.get(digest)
 
     def find(self, digest: bytes) -> BlockKey | None:
         block = self._blocks.get(digest)
@@ -210,12 +216,13 @@ class DiskTier:
             victims.append(key)
         return victims
 
-    def reconcile(self, found: Iterable[StoredBlock], being_deleted: Collection[bytes]) -> None:
+    def reconcile(self, found: Iterable[StoredBlock], unwanted: Collection[bytes]) -> None:
         """Take over what a look into the folder found: another server may have written or deleted files.
 
-        ``found`` is ordered by use, oldest first. Files that we know keep their place; new ones count as older than ours.
+        ``found`` is ordered by use, oldest first. Files that we know keep their place; new ones count as older than ours. Those in
+        ``unwanted`` are not seen: they are about to go.
         """
-        there = {block.key.digest: block for block in found if block.key.digest not in being_deleted}
+        there = {block.key.digest: block for block in found if block.key.digest not in unwanted}
         for digest in [digest for digest in self._blocks if digest not in there]:
             self.remove(digest)
         for block in reversed(there.values()):

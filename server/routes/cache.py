@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from contextlib import aclosing
@@ -10,7 +11,19 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from starlette.responses import JSONResponse
 
-from engine.control import CacheView, Dropped, DropPrefix, Pinned, PinPrefix, ResetCache, ShowCache, Unpin, Unpinned
+from engine.control import (
+    CacheView,
+    Deletions,
+    Dropped,
+    DropPrefix,
+    Pinned,
+    PinPrefix,
+    ResetCache,
+    ShowCache,
+    ShowDeletions,
+    Unpin,
+    Unpinned,
+)
 from engine.errors import ControlRefusedError, InvalidRequestError
 from engine.request import Namespace, SamplingParams
 from server.auth import Caller
@@ -24,6 +37,8 @@ from server.service import Service
 _MAX_PREFIXES = 1000
 _MAX_TOKEN_IDS = 1_000_000
 _PIN_ATTEMPTS = 3
+_DELETE_SECONDS = 10.0  # how long an answer waits for files to be deleted; after that, it says how many are left
+_DELETE_POLL_SECONDS = 0.02
 _ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -56,15 +71,11 @@ def cache_router(service: Service) -> APIRouter:
         namespace = Namespace(salt=_salt(service, body))
         (token_ids,) = await tokenize(service.engine.tokenizer, body.prompts)
         num_public = service.engine.num_public_tokens(token_ids)
-        dropped = await service.engine.control(DropPrefix(namespace, tuple(token_ids), num_public))
-        assert isinstance(dropped, Dropped)
-        return JSONResponse(_writer(service).dropped(dropped))
+        return JSONResponse(await _drop(service, DropPrefix(namespace, tuple(token_ids), num_public)))
 
     @router.post("/reset_prefix_cache")
     async def reset() -> Response:
-        dropped = await service.engine.control(ResetCache())
-        assert isinstance(dropped, Dropped)
-        return JSONResponse(_writer(service).dropped(dropped))
+        return JSONResponse(await _drop(service, ResetCache()))
 
     return router
 
@@ -106,6 +117,20 @@ def _salt(service: Service, body: PrefixBody) -> str:
     if service.keyring.needs_key and body.cache_salt is not None:
         raise InvalidRequestError("cache_salt needs a tenant: the name of the API key that sends it", param="cache_salt")
     return Caller().cache_salt(body.cache_salt)
+
+
+async def _drop(service: Service, command: DropPrefix | ResetCache) -> dict[str, Any]:
+    """Forget, and wait for the disk to follow, but not for ever."""
+    dropped = await service.engine.control(command)
+    assert isinstance(dropped, Dropped)
+    deletions = Deletions(dropped.num_deleting, 0)
+    deadline = time.monotonic() + _DELETE_SECONDS
+    while deletions.num_pending and time.monotonic() < deadline:
+        await asyncio.sleep(_DELETE_POLL_SECONDS)
+        now = await service.engine.control(ShowDeletions())
+        assert isinstance(now, Deletions)
+        deletions = now
+    return _writer(service).dropped(dropped, deletions)
 
 
 async def _pin(service: Service, body: PinBody) -> dict[str, Any]:

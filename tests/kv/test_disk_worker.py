@@ -154,6 +154,21 @@ def test_deleting_what_is_gone_is_no_error(disk: Disk, caplog: pytest.LogCapture
     assert lines(caplog) == []
 
 
+def test_what_cannot_be_deleted_is_said(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    disk.folder.path(disk.key(1)).mkdir()  # not to be unlinked, by nobody
+    disk.worker.delete(disk.key(1))
+    assert disk.wait_for(1) == [DeleteDone(disk.key(1), ok=False)]
+    assert "cannot delete" in lines(caplog)[0]
+
+
+def test_a_look_that_was_asked_for_comes_after_the_deletions(disk: Disk, tmp_path: Path) -> None:
+    other = BlockFolder(tmp_path, PRINT)
+    stored = [other.write(disk.key(number), memoryview(bytes(BLOCK))) for number in (5, 6)]
+    disk.worker.delete(disk.key(6))
+    disk.worker.rescan()
+    assert disk.wait_for(2) == [DeleteDone(disk.key(6)), ScanDone((stored[0],), was_asked=True)]
+
+
 def test_files_of_another_server_are_found_in_time(disk: Disk, tmp_path: Path) -> None:
     other = BlockFolder(tmp_path, PRINT)
     other.write(disk.key(5), memoryview(bytes(BLOCK)))
@@ -161,7 +176,7 @@ def test_files_of_another_server_are_found_in_time(disk: Disk, tmp_path: Path) -
     disk.worker.write(disk.key(1), 0)
     (_, scanned) = disk.wait_for(2)
     assert isinstance(scanned, ScanDone)
-    assert {block.key for block in scanned.found} == {disk.key(1), disk.key(5)}
+    assert {block.key for block in scanned.found or ()} == {disk.key(1), disk.key(5)}
 
 
 def test_close_drops_what_has_not_begun(disk: Disk) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from engine.control import CacheControl, CacheView, Dropped, DropPrefix, PinPrefix, ResetCache, ShowCache
 from engine.kv.digest import Digester
+from engine.kv.disk_worker import NoDisk
 from engine.kv.manager import KVCacheManager
 from engine.kv.pins import PinLimits
-from engine.kv.tier_cache import NoDisk, Tier, TierCache
+from engine.kv.tier_cache import Tier, TierCache
 from engine.kv.tiers import DiskTier, HostTier
 from engine.request import Namespace
 from tests.kv.test_manager import NS, start
@@ -31,8 +32,8 @@ def cache(manager: KVCacheManager, tokens: list[int], namespace: Namespace = NS,
     manager.check_integrity()
 
 
-def dropped(num_blocks: int, referenced: int, pinned: int, continued: int, host: int = 0, disk: int = 0) -> Dropped:
-    return Dropped(num_blocks, referenced, pinned, continued, host, disk, is_exact_below=True)
+def dropped(num_blocks: int, referenced: int, pinned: int, continued: int, host: int = 0, host_continued: int = 0) -> Dropped:
+    return Dropped(num_blocks, referenced, pinned, continued, num_host_blocks=host, num_continued_host_blocks=host_continued)
 
 
 def num_found(manager: KVCacheManager, tokens: list[int], namespace: Namespace = NS, num_public: int = 0) -> int:
@@ -165,7 +166,7 @@ def test_a_drop_reaches_what_was_pushed_out_to_host_memory() -> None:
         cache(manager, [*SYSTEM, 20, 21], namespace)
     push_out(manager)
     assert num_below(manager, [*SYSTEM, 10, 11, 12, 13], ALICE) == 8
-    assert drop(control, [*SYSTEM, 10, 11], ALICE) == dropped(0, 0, 0, 0, host=2)
+    assert drop(control, [*SYSTEM, 10, 11], ALICE) == dropped(0, 0, 0, 0, host=2, host_continued=2)
     assert num_below(manager, [*SYSTEM, 10, 11, 12, 13], ALICE) == 4
     assert num_below(manager, [*SYSTEM, 20, 21], ALICE) == 6
     assert drop(control, [*SYSTEM, 20, 21], ALICE) == dropped(0, 0, 0, 0, host=3), "nothing else continues the system prompt"
@@ -182,9 +183,8 @@ def test_a_tenants_drop_leaves_public_blocks_in_host_memory_and_an_unsalted_one_
     assert drop(control, prompt, ALICE, 4) == dropped(0, 0, 0, 0, host=1)
     assert num_below(manager, prompt, ALICE, 4) == 4
     assert num_below(manager, prompt, BOB, 4) == 6
-    of_the_public_part = drop(control, SYSTEM, BOB, 4)
-    assert isinstance(of_the_public_part, Dropped)
-    assert (of_the_public_part.num_host_blocks, of_the_public_part.is_exact_below) == (0, False)
+    assert drop(control, SYSTEM, ALICE, 4) == dropped(0, 0, 0, 0), "nothing of hers is left behind the public part"
+    assert num_below(manager, prompt, BOB, 4) == 6
     assert drop(control, SYSTEM, NS) == dropped(0, 0, 0, 0, host=3)
     assert num_below(manager, prompt, BOB, 4) == 0
     manager.check_integrity()
@@ -201,19 +201,15 @@ def test_a_drop_reaches_what_the_tiers_have_behind_blocks_that_only_the_device_h
     manager.check_integrity()
 
 
-def test_what_ends_inside_a_block_cannot_be_told_apart_below_and_the_answer_says_so() -> None:
+def test_what_ends_inside_a_block_takes_all_that_continues_its_full_blocks_below() -> None:
     manager, control = make_tiered()
     cache(manager, [*SYSTEM, 10, 11])
+    cache(manager, [*SYSTEM, 20, 21])
     push_out(manager)
-    gone = drop(control, [*SYSTEM, 10])
-    assert isinstance(gone, Dropped)
-    assert (gone.num_host_blocks, gone.is_exact_below) == (0, False)
-    assert num_below(manager, [*SYSTEM, 10, 11]) == 6
-    cache(manager, [*SYSTEM, 10, 11, 12, 13])  # back on the device, from where it is known by its tokens
-    gone = drop(control, [*SYSTEM, 10])
-    assert isinstance(gone, Dropped)
-    assert gone.num_host_blocks >= 1
-    assert num_found(manager, [*SYSTEM, 10, 11]) <= 4
+    assert drop(control, [*SYSTEM, 10]) == dropped(0, 0, 0, 0, host=4), "below, blocks cannot be told apart by single tokens"
+    cache(manager, [*SYSTEM, 20, 21])  # on the device they can
+    assert drop(control, [*SYSTEM, 10]) == dropped(0, 0, 0, 2)
+    assert num_found(manager, [*SYSTEM, 20, 21]) == 6
     manager.check_integrity()
 
 

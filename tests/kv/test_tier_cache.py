@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from engine.kv.block import Block, PrefixNode
 from engine.kv.digest import Digester
 from engine.kv.tier_cache import Promotion, Tier, TierCache, TierHit
+from engine.kv.tier_drop import DropScope
 from engine.kv.tiers import DiskTier, HostTier
 from engine.request import Namespace
 from tests.fake_disk import FILE, FakeDisk
@@ -243,7 +244,7 @@ def test_dropping_a_prefix_takes_all_that_continues_it_in_all_tiers() -> None:
         bench.run_step()
         bench.settle()
     top = bench.match(NS, (1, 2, 3))[0]
-    dropped = bench.tiers.drop(top.digest)
+    dropped = bench.tiers.drop(DropScope((top.digest,), top.digest), 0)
     assert (dropped.num_host_blocks, dropped.num_disk_blocks) == (1, 3)
     bench.settle()
     assert len(bench.io.files) == 1
@@ -358,7 +359,7 @@ class TierMachine(RuleBasedStateMachine):
         else:
             hits = self.bench.match(content[0], (*content[1], 0))
             if hits:
-                tiers.drop(hits[0].digest)
+                tiers.drop(DropScope((hits[0].digest,), hits[0].digest), 0)
         assert self.bench.match(content[0], (*content[1], 0)) == () or not everything
 
     @invariant()

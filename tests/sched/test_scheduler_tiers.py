@@ -14,6 +14,7 @@ from engine.core import EngineCore, StepOutput
 from engine.kv.digest import Digester
 from engine.kv.tier_cache import TierCache
 from engine.kv.tiers import DiskTier, HostTier
+from engine.request import Namespace
 from engine.sched.promotion import PATIENCE_SECONDS
 from engine.stats import Admission
 from tests.factories import RecordingRunner, expected_tokens, make_request, make_scheduler
@@ -208,12 +209,8 @@ def test_a_public_prefix_is_shared_from_the_disk_and_what_follows_is_not() -> No
         setup.ask(f"again{number}", prompt_of(30 + number, 40))
     assert sources(ask("c", 1, "x")) == (0, 0, 16), "x finds its own again"
     assert ask("d", 1, "").num_cached_tokens == 8, "what was loaded for x hangs below x's branch"
-    dropped = setup.core.scheduler.manager.tiers.drop(
-        setup.core.scheduler.manager.tiers.match(make_request("q", public, salt="x").namespace, (), [*public, 0], 2, BLOCK)[
-            0
-        ].digest
-    )
-    assert dropped.num_disk_blocks >= 6, "all that continues the public prefix goes with it, whoever's it is"
+    dropped = setup.core.scheduler.manager.operator.drop(Namespace(), public, 0)
+    assert dropped.tiers.num_disk_blocks >= 6, "all that continues the public prefix goes with it, whoever's it is"
 
 
 def test_preempted_work_comes_back_from_host_memory() -> None:

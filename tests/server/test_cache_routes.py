@@ -9,6 +9,7 @@ import pytest
 
 from engine.control import (
     CacheView,
+    Deletions,
     Dropped,
     DropPrefix,
     NotResident,
@@ -17,6 +18,7 @@ from engine.control import (
     PinView,
     ResetCache,
     ShowCache,
+    ShowDeletions,
     Unpin,
     Unpinned,
 )
@@ -81,8 +83,8 @@ def a_view() -> CacheView:
         num_referenced_blocks=8,
         num_pinned_blocks=2,
         num_host_blocks=3,
-        num_disk_blocks=4,
-        disk_bytes=999,
+        num_disk_files=4,
+        disk_bytes=1234,
         pin_limit_blocks=10,
         pins=(PinView("pin-1", 32, 2, 5.0),),
         namespaces=(NamespaceView(Namespace(salt), 5, 70, 1, 2), NamespaceView(Namespace("f" * 64), 1, 16, 0, 0)),
@@ -104,7 +106,11 @@ async def test_the_view_names_tenants_and_shows_neither_keys_nor_whole_salts(cli
     assert body["blocks"] == {"referenced": 8, "cached": 12, "free": 20}
     assert body["bytes"] == {"referenced": 8 * BLOCK_BYTES, "cached": 12 * BLOCK_BYTES, "free": 20 * BLOCK_BYTES}
     assert body["capacity_bytes"] == 40 * BLOCK_BYTES
-    assert body["tiers"] == {"host": {"blocks": 3, "bytes": 3 * BLOCK_BYTES}, "disk": {"blocks": 4, "bytes": 999}}
+    assert body["tiers"] == {
+        "device": {"blocks": 20, "bytes": 20 * BLOCK_BYTES, "capacity_bytes": 40 * BLOCK_BYTES},
+        "host": {"blocks": 3, "bytes": 3 * BLOCK_BYTES, "capacity_bytes": 0},
+        "disk": {"files": 4, "bytes": 1234, "capacity_bytes": 0},
+    }
     assert body["pinned"] == {"blocks": 2, "bytes": 2 * BLOCK_BYTES}
     assert body["pin_limit"] == {"blocks": 10, "bytes": 10 * BLOCK_BYTES}
     assert body["pins"] == [{"id": "pin-1", "tokens": 32, "blocks": 2, "bytes": 2 * BLOCK_BYTES, "seconds_left": 5.0}]
@@ -206,24 +212,40 @@ async def test_unpinning_what_is_not_there_is_404(client) -> None:
 
 
 async def test_drop_and_reset_say_what_went_and_what_stayed(client) -> None:
-    engine = FakeEngine(
-        answers=[Dropped(5, 0, 0, 0, 2, 1, is_exact_below=True), Dropped(3, 4, 2, 1, 0, 0, is_exact_below=True)]
-    )
+    engine = FakeEngine(answers=[Dropped(5, 0, 0, 0), Dropped(3, 4, 2, 1, num_continued_host_blocks=7)])
     async with admin(client, engine, api_keys=(ALICE,)) as http:
         dropped = await http.post("/v1/cache/drop", json={"prompt": [1, 2, 3], "tenant": "alice"}, headers=ADMIN)
         reset = await http.post("/reset_prefix_cache", headers=ADMIN)
     assert engine.commands == [DropPrefix(Namespace(derive_salt("a-key", None)), (1, 2, 3), 2), ResetCache()]
-    assert dropped.json()["dropped"] == {"blocks": 5, "bytes": 5 * BLOCK_BYTES, "host_blocks": 2, "disk_blocks": 1}
+    assert dropped.json()["dropped"]["device"] == {"blocks": 5, "bytes": 5 * BLOCK_BYTES}
     assert dropped.json()["complete"] is True
-    assert reset.json()["kept_blocks"] == {"referenced": 4, "pinned": 2, "continued": 1}
+    assert reset.json()["kept_blocks"] == {
+        "device": {"referenced": 4, "pinned": 2, "continued": 1},
+        "host": {"continued": 7},
+        "disk": {"continued": 0},
+    }
     assert reset.json()["complete"] is False
 
 
+async def test_an_answer_waits_for_the_disk_and_tells_what_could_not_be_deleted(client) -> None:
+    dropped = Dropped(
+        1, 0, 0, 0, num_host_blocks=2, num_held_host_blocks=1, num_disk_blocks=3, num_disk_bytes=99, num_deleting=4
+    )
+    for failed in (0, 1):
+        engine = FakeEngine(answers=[dropped, Deletions(2, 0), Deletions(0, failed)])
+        async with admin(client, engine) as http:
+            body = (await http.post("/reset_prefix_cache", headers=ADMIN)).json()
+        assert engine.commands == [ResetCache(), ShowDeletions(), ShowDeletions()]
+        assert body["dropped"]["host"] == {"blocks": 2, "bytes": 2 * BLOCK_BYTES}
+        assert body["dropped"]["disk"] == {"blocks": 3, "bytes": 99}
+        assert (body["held_host_blocks"], body["deletions"]) == (1, {"pending": 0, "failed": failed})
+        assert body["complete"] is not bool(failed)
+
+
 async def test_a_drop_without_a_tenant_is_in_the_common_cache(client) -> None:
-    engine = FakeEngine(answers=[Dropped(0, 0, 0, 0, 0, 0, is_exact_below=False)])
+    engine = FakeEngine(answers=[Dropped(0, 0, 0, 0)])
     async with admin(client, engine, api_keys=(ALICE,)) as http:
-        inexact = await http.post("/v1/cache/drop", json={"prompt": [1]}, headers=ADMIN)
-        assert (inexact.status_code, inexact.json()["complete"]) == (200, False)
+        assert (await http.post("/v1/cache/drop", json={"prompt": [1]}, headers=ADMIN)).status_code == 200
         salted = await http.post("/v1/cache/drop", json={"prompt": [1], "cache_salt": "x"}, headers=ADMIN)
     assert engine.commands == [DropPrefix(Namespace(), (1,), 2)]
     assert json.loads(salted.text)["error"]["param"] == "cache_salt"
