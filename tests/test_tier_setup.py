@@ -123,6 +123,17 @@ def test_no_time_no_flush(folder: Path, tmp_path: Path, caplog: pytest.LogCaptur
     assert "11 not" in caplog.text
 
 
+def test_what_was_dropped_just_before_a_stop_is_not_found_by_the_next_start(folder: Path, tmp_path: Path) -> None:
+    llm = make_llm(folder, disk=tmp_path)
+    ask(llm)
+    llm.close()
+    again = make_llm(folder, disk=tmp_path)
+    assert len(files(tmp_path)) == 11
+    again.core.scheduler.manager.operator.reset()
+    again.close(flush_seconds=0.0)
+    assert files(tmp_path) == []
+
+
 def spoil(name: str, path: Path) -> None:
     data = bytearray(path.read_bytes())
     if name == "flipped":

@@ -190,7 +190,7 @@ class TierCache:
             if digest in self._writing or digest in self._deleting:
                 continue  # an older write or a deletion of the same name comes first
             entry = self._unwritten.pop(digest)
-            self.host.pin(entry)
+            self.host.start_saving(entry)
             self._writing[digest] = entry
             self._io.write(self._key(entry), entry.slot)
 
@@ -284,7 +284,7 @@ class TierCache:
     def _end_write(self, done: WriteDone) -> None:
         entry = self._writing.pop(done.key.digest)
         was_dropped = entry.is_orphan
-        self.host.unpin(entry)
+        self.host.end_saving(entry)
         if done.stored is None:
             return
         if was_dropped:
@@ -359,7 +359,7 @@ class TierCache:
             self._io.rescan()
         return TierDropCounts(
             num_host_blocks=len(entries),
-            num_held_host_blocks=sum(entry.pins > 0 for entry in entries),
+            num_held_host_blocks=sum(entry.is_held for entry in entries),
             num_disk_blocks=len(blocks),
             num_disk_bytes=sum(block.num_bytes for block in blocks),
         )
@@ -369,11 +369,13 @@ class TierCache:
         self.host.check_integrity()
         self.disk.check_integrity()
         pins: dict[HostEntry, int] = {}
-        for holder in (self._writing.values(), self._reading.values(), *(p.entries for p in self._promotions)):
+        for holder in (self._reading.values(), *(p.entries for p in self._promotions)):
             for entry in holder:
                 pins[entry] = pins.get(entry, 0) + 1
         for _, entry in self._step.loads:
             pins[entry] = pins.get(entry, 0) + 1
+        for entry in (*self.host, *self._writing.values()):
+            assert entry.is_saved_now == (self._writing.get(entry.digest) is entry), "a write holds a slot, or lacks it"
         for entry in (*self.host, *pins):
             assert entry.pins == pins.get(entry, 0), "a host slot is pinned by nobody, or not by one who relies on it"
             assert entry.is_ready or entry.is_orphan or entry.digest in self._reading

@@ -41,8 +41,8 @@ class TierHit:
 class HostEntry:
     """A block in host memory. ``is_ready`` is False while a disk read fills it.
 
-    ``pins`` counts who relies on the slot: a copy of this step, a disk read or write, a request that waits. ``is_from_disk``
-    holds from a disk read to the first load onto the device: whoever asked for it hit the disk, not the host. ``is_orphan``:
+    ``pins`` counts who relies on the slot: a copy of this step, a disk read, a request that waits. ``is_saved_now``: a disk write
+    relies on it, too, but that is no use of the block: it keeps its place in the order. ``is_from_disk`` holds from a disk read to the first load onto the device: whoever asked for it hit the disk, not the host. ``is_orphan``:
     the tier has forgotten it while it was pinned; the slot is free at the last unpin.
     """
 
@@ -53,11 +53,16 @@ class HostEntry:
     branch: bytes = b""
     is_from_disk: bool = False
     is_orphan: bool = False
+    is_saved_now: bool = False
     pins: int = 0
+
+    @property
+    def is_held(self) -> bool:
+        return self.pins > 0 or self.is_saved_now
 
 
 class HostTier:
-    """Host slots by digest. An unpinned entry may be evicted, the one that was used longest ago first."""
+    """Host slots by digest. An entry that nobody relies on may be evicted, the one that was used longest ago first."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -93,22 +98,21 @@ class HostTier:
         return entry
 
     def evict(self) -> HostEntry | None:
-        """Forget the least recently used unpinned entry, which frees its slot; None when all are pinned."""
-        if not self._idle:
-            return None
-        entry = next(iter(self._idle.values()))
-        self.forget(entry)
+        """Forget the least recently used entry that nobody relies on, which frees its slot; None when there is none."""
+        entry = next((entry for entry in self._idle.values() if not entry.is_saved_now), None)
+        if entry is not None:
+            self.forget(entry)
         return entry
 
     def forget(self, entry: HostEntry) -> None:
-        """The digest is not found any more. The slot is free now, or when the last of those who rely on it unpins it."""
+        """The digest is not found any more. The slot is free now, or when the last of those who rely on it lets it go."""
         assert not entry.is_orphan
         del self._entries[entry.digest]
+        self._idle.pop(entry.digest, None)
         entry.is_orphan = True
-        if entry.pins:
+        if entry.is_held:
             self._orphans.append(entry)
         else:
-            del self._idle[entry.digest]
             self._free.append(entry.slot)
 
     def touch(self, entry: HostEntry) -> None:
@@ -124,13 +128,24 @@ class HostTier:
         """Drop a pin; after the last one the entry is the most recently used one."""
         assert entry.pins > 0, "a host slot was unpinned more often than it was pinned"
         entry.pins -= 1
-        if entry.pins:
-            return
-        if entry.is_orphan:
+        if entry.pins == 0 and not entry.is_orphan:
+            self._idle[entry.digest] = entry
+        self._free_orphan(entry)
+
+    def start_saving(self, entry: HostEntry) -> None:
+        """A disk write begins to read the slot."""
+        assert not entry.is_orphan
+        assert not entry.is_saved_now
+        entry.is_saved_now = True
+
+    def end_saving(self, entry: HostEntry) -> None:
+        entry.is_saved_now = False
+        self._free_orphan(entry)
+
+    def _free_orphan(self, entry: HostEntry) -> None:
+        if entry.is_orphan and not entry.is_held:
             self._orphans.remove(entry)
             self._free.append(entry.slot)
-        else:
-            self._idle[entry.digest] = entry
 
     def check_integrity(self) -> None:
         slots = [entry.slot for entry in (*self._entries.values(), *self._orphans)] + self._free
@@ -139,7 +154,7 @@ class HostTier:
             assert entry.digest == digest
             assert not entry.is_orphan
             assert (entry.pins == 0) == (digest in self._idle), "pins and the eviction order disagree"
-        assert all(entry.is_orphan and entry.pins for entry in self._orphans)
+        assert all(entry.is_orphan and entry.is_held for entry in self._orphans)
         assert len(self._idle) == sum(entry.pins == 0 for entry in self._entries.values())
 
 

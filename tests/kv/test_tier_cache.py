@@ -87,6 +87,22 @@ def test_an_evicted_block_is_found_in_host_memory_and_comes_back() -> None:
     bench.tiers.check_integrity()
 
 
+def test_being_written_to_the_disk_does_not_make_a_block_younger() -> None:
+    bench = Bench(num_slots=12, max_files=100)
+    old, new = tuple(range(100, 108)), tuple(range(16))
+    for tokens in (old, new):
+        for end in range(len(tokens), 0, -SIZE):
+            bench.evict(NS, tokens[:end])
+        bench.run_step()
+    bench.io.work(4)  # the old prompt's writes end after the new one has come
+    bench.tiers.poll()
+    for number in range(200, 204):
+        bench.evict(NS, (number, number))
+    bench.run_step()
+    assert len([hit for hit in bench.match(NS, (*new, 1)) if hit.is_ready]) == 8, "the old one has to make room"
+    bench.tiers.check_integrity()
+
+
 def test_one_token_is_left_to_compute_and_a_hole_ends_the_chain() -> None:
     bench = Bench(num_slots=4, max_files=0)
     for tokens in ((1, 2), (1, 2, 3, 4, 5, 6)):
