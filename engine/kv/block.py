@@ -60,8 +60,9 @@ class PrefixNode:
 
     ``digest`` names its content beyond this process; None until somebody asked (see engine.kv.digest).
     A referenced block's ancestors are all referenced, so unreferenced nodes hang together at the bottom of the tree.
-    A pinned block's ancestors are all pinned, too. ``sorted_children`` are the keys of ``children`` in order: the longest
-    common prefix is with a neighbour there. ``used_at`` (seconds) and ``num_hits`` are the history's, not the eviction's.
+    A pinned block's ancestors are all pinned, too. ``sorted_children`` are the keys of ``children`` in order, None until a
+    prompt diverges here: most nodes have one child, which is found by its key. ``used_at`` (seconds), ``num_hits`` and ``chain_key``
+    (see engine.kv.ghosts) are the history's, not the eviction's.
     """
 
     tokens: Tokens
@@ -73,11 +74,19 @@ class PrefixNode:
     num_hits: int = 0
     namespace: Namespace | None = None
     digest: bytes | None = None
+    chain_key: tuple[int, int] | None = None
     children: dict[Tokens, PrefixNode] = field(default_factory=dict, repr=False)
-    sorted_children: list[Tokens] = field(default_factory=list, repr=False)
+    sorted_children: list[Tokens] | None = field(default=None, repr=False)
     open_blocks: tuple[OpenBlock, ...] = ()
     branches: dict[Namespace, PrefixNode] | None = field(default=None, repr=False)
 
+    def in_order(self) -> list[Tokens]:
+        """The children's tokens, sorted: the longest common prefix with any is that with a neighbour. Read only."""
+        if self.sorted_children is None:
+            self.sorted_children = sorted(self.children)
+        return self.sorted_children
+
     @property
     def is_evictable(self) -> bool:
-        return self.block is not None and self.block.is_reclaimable and not self.children and not self.branches
+        block = self.block
+        return block is not None and not (block.ref_count or block.num_pins or self.children or self.branches)

@@ -43,10 +43,9 @@ class LRUPolicy:
         return node in self._current
 
     def add(self, node: PrefixNode) -> None:
-        assert node.is_evictable
-        self._num_added += 1
-        self._current[node] = self._num_added
-        heapq.heappush(self._heap, (node.last_used, -node.depth, self._num_added, node))
+        number = self._num_added = self._num_added + 1
+        self._current[node] = number
+        heapq.heappush(self._heap, (node.last_used, -node.depth, number, node))
         if len(self._heap) > 2 * len(self._current) + 64:
             self._compact()
 
@@ -54,10 +53,11 @@ class LRUPolicy:
         self._current.pop(node, None)
 
     def pop(self) -> PrefixNode | None:
-        while self._heap:
-            _, _, entry, node = heapq.heappop(self._heap)
-            if self._current.get(node) == entry:
-                del self._current[node]
+        heap, current = self._heap, self._current
+        while heap:
+            _, _, number, node = heapq.heappop(heap)
+            if current.get(node) == number:
+                del current[node]
                 return node
         return None
 

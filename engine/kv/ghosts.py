@@ -9,38 +9,37 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.kv.block import PrefixNode
 from engine.request import Namespace
 
 
-class ChainKey(NamedTuple):
-    """``own`` stands for the namespace and the tokens from the start to a block's end, ``shared`` for the tokens alone."""
-
-    own: int
-    shared: int
-
-    def child(self, tokens: tuple[int, ...]) -> ChainKey:
-        block = hash(tokens)
-        return ChainKey(hash((self.own, block)), hash((self.shared, block)))
-
-    def branch(self, namespace: Namespace) -> ChainKey:
-        return ChainKey(hash((self.own, namespace)), self.shared)
+ChainKey = tuple[int, int]
+"""First, what stands for the namespace and the tokens from the start to a block's end; second, for the tokens alone."""
 
 
 def root_key(namespace: Namespace) -> ChainKey:
-    return ChainKey(hash(namespace), 0)
+    return hash(namespace), 0
+
+
+def child_key(key: ChainKey, tokens: tuple[int, ...]) -> ChainKey:
+    block = hash(tokens)
+    return hash((key[0], block)), hash((key[1], block))
+
+
+def branch_key(key: ChainKey, namespace: Namespace) -> ChainKey:
+    return hash((key[0], namespace)), key[1]
 
 
 class GhostIndex:
-    """Full blocks by chain key: those that are resident, and the last ``capacity`` of those that are not any more."""
+    """Full blocks by chain key: those that are resident, and the last ``capacity`` of those that are not any more.
+
+    The one writer of nodes' ``chain_key``. ``_holders`` maps the key of tokens to the own keys of those who hold them, one or several.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._resident: dict[PrefixNode, ChainKey] = {}
-        self._own: set[int] = set()
-        self._num_sharing: Counter[int] = Counter()
+        self._holders: dict[int, int | list[int]] = {}
         self._gone: OrderedDict[int, float] = OrderedDict()
 
     def __len__(self) -> int:
@@ -50,45 +49,52 @@ class GhostIndex:
     def publish(self, node: PrefixNode) -> None:
         """A full block became findable below its parent."""
         assert node.parent is not None
-        key = self.key_of(node.parent).child(node.tokens)
-        self._resident[node] = key
-        self._own.add(key.own)
-        self._num_sharing[key.shared] += 1
-        self._gone.pop(key.own, None)
+        own, shared = node.chain_key = child_key(node.parent.chain_key or self.key_of(node.parent), node.tokens)
+        others = self._holders.get(shared)
+        if others is None:
+            self._holders[shared] = own
+        else:
+            self._holders[shared] = [*others, own] if isinstance(others, list) else [others, own]
+        if own in self._gone:
+            del self._gone[own]
 
     def forget(self, node: PrefixNode, now: float) -> None:
         """The block is not findable any more, from ``now`` on."""
-        key = self._resident.pop(node)
-        self._own.discard(key.own)
-        self._num_sharing[key.shared] -= 1
-        if not self._num_sharing[key.shared]:
-            del self._num_sharing[key.shared]
-        self._gone[key.own] = now
-        self._gone.move_to_end(key.own)
-        while len(self._gone) > self._capacity:
+        assert node.chain_key is not None
+        own, shared = node.chain_key
+        holders = self._holders[shared]
+        if isinstance(holders, list):
+            holders.remove(own)
+            self._holders[shared] = holders if len(holders) > 1 else holders[0]
+        else:
+            del self._holders[shared]
+        self._gone[own] = now
+        if len(self._gone) > self._capacity:
             self._gone.popitem(last=False)
 
     def gone_since(self, key: ChainKey) -> float | None:
         """When the block was forgotten; None when it is resident, was never seen, or was forgotten too long ago."""
-        return self._gone.get(key.own)
+        return self._gone.get(key[0])
 
     def is_elsewhere(self, key: ChainKey) -> bool:
         """Whether another namespace than the key's own holds a block of these tokens."""
-        return self._num_sharing.get(key.shared, 0) > (key.own in self._own)
+        holders = self._holders.get(key[1])
+        return any(own != key[0] for own in holders) if isinstance(holders, list) else holders not in (None, key[0])
 
     def key_of(self, node: PrefixNode) -> ChainKey:
         """Of a resident full node, a branch or a root."""
-        if node.block is not None:
-            return self._resident[node]
-        assert node.namespace is not None
-        return root_key(node.namespace) if node.parent is None else self.key_of(node.parent).branch(node.namespace)
+        if node.chain_key is None:
+            assert node.namespace is not None
+            above = node.parent
+            node.chain_key = root_key(node.namespace) if above is None else branch_key(self.key_of(above), node.namespace)
+        return node.chain_key
 
     def check_integrity(self, nodes: Sequence[PrefixNode]) -> None:
         """``nodes`` are all full nodes of the tree."""
-        assert set(self._resident) == set(nodes), "the index and the tree know other blocks"
-        assert self._own == {key.own for key in self._resident.values()}
-        assert self._num_sharing == Counter(key.shared for key in self._resident.values())
-        assert not self._own & self._gone.keys(), "a block is resident and gone"
+        keys = Counter(node.chain_key for node in nodes)
+        held = ((shared, own if isinstance(own, list) else [own]) for shared, own in self._holders.items())
+        assert keys == Counter((own, shared) for shared, owns in held for own in owns), "the index and the tree know other blocks"
+        assert not {own for own, _ in filter(None, keys)} & self._gone.keys(), "a block is resident and gone"
         assert len(self._gone) <= self._capacity
 
 
@@ -107,6 +113,6 @@ class Chain:
         size = self.block_size
         for index in range(num_blocks, len(token_ids) // size):
             if index and index == self.num_public_blocks:
-                key = key.branch(self.namespace)
-            key = key.child(tuple(token_ids[index * size : (index + 1) * size]))
+                key = branch_key(key, self.namespace)
+            key = child_key(key, tuple(token_ids[index * size : (index + 1) * size]))
             yield key

@@ -32,23 +32,31 @@ class FoundTokens:
 
 
 class CacheHistory:
-    """Keeps ``used_at`` and ``num_hits`` of every node, their ages at the end of each rest, and ghosts of full ones that are gone."""
+    """Keeps ``used_at`` and ``num_hits`` of every node, their ages at the end of each rest, and ghosts of full ones that are gone.
+
+    All that is told between two calls of ``tick`` happens at one time.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
         self.ghosts = GhostIndex(GHOSTS_PER_BLOCK * num_blocks)
         self._block_size = block_size
         self._clock = clock
+        self._now = clock()
         self._reuse_gaps: Counter[float] = Counter()
-        self._evict_idles: Counter[float] = Counter()
+        self._evict_idles: dict[float, int] = {}
+
+    def tick(self) -> None:
+        """Something is about to happen: look at the clock."""
+        self._now = self._clock()
 
     def on_publish(self, node: PrefixNode) -> None:
-        node.used_at = self._clock()
+        node.used_at = self._now
         if len(node.tokens) == self._block_size:
             self.ghosts.publish(node)
 
     def on_hit(self, nodes: Iterable[PrefixNode]) -> None:
         """A request is about to take these nodes: called before it holds references."""
-        now = self._clock()
+        now = self._now
         for node in nodes:
             assert node.block is not None
             if node.block.ref_count == 0:
@@ -58,16 +66,17 @@ class CacheHistory:
 
     def on_release(self, node: PrefixNode) -> None:
         """The last request that used the node is gone."""
-        node.used_at = self._clock()
+        node.used_at = self._now
 
     def on_evict(self, node: PrefixNode) -> None:
-        self._evict_idles[self._clock() - node.used_at] += 1
+        idle = self._now - node.used_at
+        self._evict_idles[idle] = self._evict_idles.get(idle, 0) + 1
         self.on_drop(node)
 
     def on_drop(self, node: PrefixNode) -> None:
         """The node was forgotten by order, not for want of room."""
         if len(node.tokens) == self._block_size:
-            self.ghosts.forget(node, self._clock())
+            self.ghosts.forget(node, self._now)
 
     def take_reuse_gaps(self) -> Ages:
         """Since the last call: how long cached blocks had lain unused when a request found them again."""
@@ -76,7 +85,7 @@ class CacheHistory:
 
     def take_evict_idles(self) -> Ages:
         """Since the last call: how long evicted blocks had lain unused."""
-        idles, self._evict_idles = self._evict_idles, Counter()
+        idles, self._evict_idles = self._evict_idles, {}
         return tuple(idles.items())
 
     def label(self, prompt: Sequence[int], found: FoundTokens, nodes: Sequence[PrefixNode], chain: Chain) -> PromptSources:

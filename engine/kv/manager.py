@@ -161,6 +161,7 @@ class KVCacheManager:
         """
         assert request_id not in self._tables, f"request {request_id} has a block table already"
         self._clock += 1
+        self.history.tick()
         blocks = list(match.blocks)
         self.history.on_hit(match.found_nodes)
         for node, block in zip(match.nodes, blocks, strict=True):
@@ -229,6 +230,7 @@ class KVCacheManager:
     def finish_step(self) -> None:
         """The step's copies are made: let go of their sources."""
         self.tiers.end_step()
+        self.history.tick()
         sources, self._copy_sources = self._copy_sources, []
         for source in sources:
             self._release(source)
@@ -238,9 +240,11 @@ class KVCacheManager:
         num_missing = self.num_missing_blocks(request_id, num_tokens)
         if num_missing > self.num_available_blocks:
             return False
-        table = self._tables[request_id]
-        for _ in range(num_missing):
-            table.append(self._take_block())
+        if num_missing:
+            self.history.tick()
+            table = self._tables[request_id]
+            for _ in range(num_missing):
+                table.append(self._take_block())
         return True
 
     def _take_block(self) -> Block:
@@ -269,6 +273,7 @@ class KVCacheManager:
         table = self._tables[request_id]
         tip, size = table.tip, self.block_size
         table.num_tokens = num_computed_tokens
+        self.history.tick()
         while (table.num_committed + 1) * size <= num_computed_tokens:
             index = table.num_committed
             tokens = tuple(token_ids[index * size : (index + 1) * size])
@@ -324,6 +329,7 @@ class KVCacheManager:
         if self._tails is not None:
             self._tails.give_back(request_id)
         self._clock += 1
+        self.history.tick()
         self._publish_open(table)
         self._tree.unhang(table.tip, table.open)
         for block in reversed(table.blocks):

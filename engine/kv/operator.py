@@ -49,6 +49,7 @@ class CacheOperator:
         Looks where a prompt of exactly these tokens would stand. In a salted namespace public blocks stay; without a salt,
         what continues public ones in any namespace is meant too.
         """
+        self._history.tick()
         size, num_public = self._tree.block_size, self._tree.num_public_blocks(namespace, num_public_tokens)
         nodes = self.resident_nodes(namespace, token_ids, num_public_tokens)
         own, below = nodes[num_public:], self._below(namespace, token_ids, nodes, num_public)
@@ -71,6 +72,7 @@ class CacheOperator:
 
     def reset(self) -> DropResult:
         """Forget all that is neither in use nor pinned, and all that the tiers below hold of this model."""
+        self._history.tick()
         return DropResult(drop(descendants(self._tree.roots()), self._forget), self._tiers.reset())
 
     def survey(self, num_prefixes: int, num_token_ids: int) -> Survey:

@@ -71,7 +71,7 @@ class BlockPool:
 
     def reclaim(self, block: Block) -> None:
         """Free a cached block that the tree has just forgotten."""
-        assert block.is_reclaimable
+        assert block.ref_count == block.num_pins == 0
         assert block.node is None
         self._free.append(block)
 

@@ -131,8 +131,9 @@ class PrefixTree:
             return None
         tokens = tuple(wanted)
         source, longest = None, 0
-        position = bisect_left(node.sorted_children, tokens)
-        for key in node.sorted_children[max(0, position - 1) : position + 1]:
+        ordered = node.in_order()
+        position = bisect_left(ordered, tokens)
+        for key in ordered[max(0, position - 1) : position + 1]:
             if (length := _common_len(key, tokens)) > longest:
                 source, longest = node.children[key].block, length
         for other in node.open_blocks:
@@ -181,20 +182,23 @@ class PrefixTree:
         self._policy.discard(parent)
         node = PrefixNode(tokens, parent, block, parent.depth + 1)
         parent.children[tokens] = node
-        insort(parent.sorted_children, tokens)
+        if parent.sorted_children is not None:
+            insort(parent.sorted_children, tokens)
         block.node = node
         return node
 
     def superseded(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
         """The partial child that a sibling with these tokens would make useless. One at most: none is a prefix of another."""
-        position = bisect_left(parent.sorted_children, tokens)
-        key = parent.sorted_children[position - 1] if position else ()
+        ordered = parent.in_order()
+        position = bisect_left(ordered, tokens)
+        key = ordered[position - 1] if position else ()
         return parent.children[key] if key and key == tokens[: len(key)] else None
 
     def covers(self, parent: PrefixNode, tokens: Tokens) -> bool:
         """Whether some block below the parent, published or open, holds these tokens and perhaps more."""
-        position = bisect_left(parent.sorted_children, tokens)
-        following = parent.sorted_children[position : position + 1]
+        ordered = parent.in_order()
+        position = bisect_left(ordered, tokens)
+        following = ordered[position : position + 1]
         candidates = (*following, *(other.tokens for other in parent.open_blocks))
         return any(candidate[: len(tokens)] == tokens for candidate in candidates)
 
@@ -207,7 +211,8 @@ class PrefixTree:
         assert not node.branches
         self._policy.discard(node)
         del parent.children[node.tokens]
-        del parent.sorted_children[bisect_left(parent.sorted_children, node.tokens)]
+        if parent.sorted_children is not None:
+            del parent.sorted_children[bisect_left(parent.sorted_children, node.tokens)]
         block.node = None
         node.block = None
         self._settle(parent)
@@ -279,8 +284,8 @@ class PrefixTree:
         """Assert that the tree is sound; returns all nodes, roots and branches too."""
         nodes = list(self.all_nodes())
         for node in nodes:
-            assert node.sorted_children == sorted(node.children)
-            for key, following in pairwise(node.sorted_children):
+            assert node.sorted_children is None or node.sorted_children == sorted(node.children)
+            for key, following in pairwise(sorted(node.children)):
                 assert following[: len(key)] != key, "a partial node was kept beside one that holds its tokens and more"
             if node.block is None:
                 self._check_top(node)
