@@ -185,7 +185,7 @@ class Memories:
         stored = self._stored()
         for load in self._manager.tiers.loads:
             blocks[load.block_id] = [cell[2] for cell in stored.get(load.host_slot) or self._runner.host[load.host_slot]]
-        for copy in self._manager._copies:
+        for copy in self._manager._opener.copies:
             assert len(blocks[copy.source]) >= copy.num_tokens, "more is copied than is there"
             blocks[copy.target] = blocks[copy.source][: copy.num_tokens]
         return {block_id: ways for block_id, ways in blocks.items() if ways}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from engine.kv.block import PrefixNode
 from engine.request import Namespace
 
-
 ChainKey = tuple[int, int]
 """First, what stands for the namespace and the tokens from the start to a block's end; second, for the tokens alone."""
 
@@ -50,10 +49,7 @@ class GhostIndex:
         """A full block became findable below its parent."""
         assert node.parent is not None
         own, shared = node.chain_key = child_key(node.parent.chain_key or self.key_of(node.parent), node.tokens)
-        others = self._holders.get(shared)
-        if others is None:
-            self._holders[shared] = own
-        else:
+        if (others := self._holders.setdefault(shared, own)) is not own:
             self._holders[shared] = [*others, own] if isinstance(others, list) else [others, own]
         if own in self._gone:
             del self._gone[own]
@@ -93,7 +89,9 @@ class GhostIndex:
         """``nodes`` are all full nodes of the tree."""
         keys = Counter(node.chain_key for node in nodes)
         held = ((shared, own if isinstance(own, list) else [own]) for shared, own in self._holders.items())
-        assert keys == Counter((own, shared) for shared, owns in held for own in owns), "the index and the tree know other blocks"
+        assert keys == Counter((own, shared) for shared, owns in held for own in owns), (
+            "the index and the tree know other blocks"
+        )
         assert not {own for own, _ in filter(None, keys)} & self._gone.keys(), "a block is resident and gone"
         assert len(self._gone) <= self._capacity
 

@@ -68,6 +68,13 @@ class PrefixMatch:
         return tuple(node.block for node in self.nodes if node.block is not None)
 
     @property
+    def num_revived_blocks(self) -> int:
+        """How many cached blocks cannot be had any more once the match is taken, beside those that the request is to fill."""
+        num_revived = sum(block.is_reclaimable for block in self.blocks)
+        is_source = self.partial is not None and self.partial.source.is_reclaimable and not self.partial.can_be_taken_over
+        return num_revived + is_source
+
+    @property
     def found_nodes(self) -> tuple[PrefixNode, ...]:
         """All nodes that the match uses, be it in part; an open block has none."""
         last = self.partial.source.node if self.partial is not None else None
@@ -175,13 +182,12 @@ class PrefixTree:
 
         A partial sibling that these tokens begin with is to be removed next (``superseded`` names it beforehand).
         """
-        known = parent.children.get(tokens)
-        if known is not None:
+        children = parent.children
+        if children and (known := children.get(tokens)) is not None:
             return known
         assert block.node is None, f"block {block.block_id} is published already"
         self._policy.discard(parent)
-        node = PrefixNode(tokens, parent, block, parent.depth + 1)
-        parent.children[tokens] = node
+        node = children[tokens] = PrefixNode(tokens, parent, block, parent.depth + 1)
         if parent.sorted_children is not None:
             insort(parent.sorted_children, tokens)
         block.node = node
