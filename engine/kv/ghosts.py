@@ -48,7 +48,8 @@ class GhostIndex:
     def publish(self, node: PrefixNode) -> None:
         """A full block became findable below its parent."""
         assert node.parent is not None
-        own, shared = node.chain_key = child_key(node.parent.chain_key or self.key_of(node.parent), node.tokens)
+        above, tokens = node.parent.chain_key or self.key_of(node.parent), hash(node.tokens)
+        own, shared = node.chain_key = hash((above[0], tokens)), hash((above[1], tokens))  # child_key, without the call
         if (others := self._holders.setdefault(shared, own)) is not own:
             self._holders[shared] = [*others, own] if isinstance(others, list) else [others, own]
         if own in self._gone:
