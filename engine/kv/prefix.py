@@ -186,7 +186,8 @@ class PrefixTree:
         if children and (known := children.get(tokens)) is not None:
             return known
         assert block.node is None, f"block {block.block_id} is published already"
-        self._policy.discard(parent)
+        if parent.block is not None and parent.block.ref_count == 0:
+            self._policy.discard(parent)
         node = children[tokens] = PrefixNode(tokens, parent, block, parent.depth + 1)
         if parent.sorted_children is not None:
             insort(parent.sorted_children, tokens)
@@ -248,7 +249,7 @@ class PrefixTree:
     def offer(self, node: PrefixNode, now: int) -> None:
         """The node's last reference is gone: it may be evicted once it is a leaf."""
         node.last_used = now
-        if node.is_evictable:
+        if not node.children and node.is_evictable:  # most have children: asked first, it is cheap
             self._policy.add(node)
 
     def pop_victim(self) -> PrefixNode | None:
