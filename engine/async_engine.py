@@ -27,6 +27,7 @@ from engine.errors import (
     StartupError,
 )
 from engine.messages import Abort, Add, Control, ControlReply, Outputs
+from engine.queue_bound import Place, QueueBound
 from engine.request import FinishReason, Namespace, RequestOutput, SamplingParams, TokenEvent
 from engine.stats import Admission, EngineInfo, PromptSources, StepStats
 from engine.tokenizer import TextAssembler, Tokenizer
@@ -65,8 +66,9 @@ class EngineListener(Protocol):
 class _Stream:
     """One request on the API side. The receiving loop writes it, the request's coroutine reads its queue."""
 
-    def __init__(self, assembler: TextAssembler, arrival_time: float) -> None:
+    def __init__(self, assembler: TextAssembler, arrival_time: float, place: Place) -> None:
         self.assembler = assembler
+        self.place = place
         self.arrival_time = arrival_time
         self.last_token_time: float | None = None
         self.sources: PromptSources | None = None
@@ -96,6 +98,7 @@ class AsyncEngine:
         self._info: EngineInfo | None = None
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._queue = QueueBound(config.scheduler.max_queue)
         self._streams: dict[str, _Stream] = {}
         self._controls: dict[int, asyncio.Future[Result]] = {}
         self._num_controls = 0
@@ -147,7 +150,7 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine is not up.
             InvalidRequestError: no tokens, or an id outside the vocabulary.
-            ContextLengthError: prompt and max_tokens exceed the context.
+            ContextLengthError: prompt and max_tokens exceed the context, or the whole KV cache.
         """
         info = self._info
         if self._status is not EngineStatus.READY or info is None:
@@ -158,17 +161,48 @@ class AsyncEngine:
         """How many tokens of the prompt's start are the start of a public prefix, for the one that it follows longest."""
         return max((_common_len(prefix, prompt_token_ids) for prefix in self._public_prefixes), default=0)
 
+    def reserve(self, num_requests: int) -> tuple[Place, ...]:
+        """Places in the queue for requests that come together, one for each ``generate``. Whoever reserves sees to it that all are left.
+
+        Raises:
+            InvalidRequestError, QueueFullError: see ``QueueBound.reserve``.
+        """
+        return self._queue.reserve(num_requests)
+
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str = "",
+        tenant: str = "",
+        priority: int = 0,
+        arrival_time: float | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One output for each token. Closing the generator early aborts the request in the engine.
 
+        ``tenant`` is with whom the request shares its turn; the lower the ``priority``, the earlier it is.
+
         Raises:
-            EngineDeadError, RequestFailedError: in the middle of the stream; and what ``check`` raises, at its start.
+            EngineDeadError, RequestFailedError: in the middle of the stream; and at its start what ``check`` raises and,
+                without a ``place``, what ``reserve`` raises.
         """
         self.check(prompt_token_ids, sampling)
-        request_id = uuid.uuid4().hex
-        stream = self._open(request_id, tuple(prompt_token_ids), sampling, salt, arrival_time or time.monotonic())
+        message = Add(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling,
+            seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
+            namespace=Namespace(salt=salt),
+            arrival_time=arrival_time or time.monotonic(),
+            num_public_tokens=self.num_public_tokens(prompt_token_ids),
+            tenant=tenant,
+            priority=priority,
+        )
+        assembler = TextAssembler(self.tokenizer, sampling, message.prompt_token_ids)
+        stream = _Stream(assembler, message.arrival_time, place if place is not None else self.reserve(1)[0])
+        self._open(message, stream)
         try:
             while True:
                 item = await stream.queue.get()
@@ -178,7 +212,7 @@ class AsyncEngine:
                 if item.finish_reason is not None:
                     return
         finally:
-            self._close(request_id, stream)
+            self._close(message.request_id, stream)
 
     async def control(self, command: Command) -> Result:
         """What the engine answers to a command for its cache, applied between two steps.
@@ -203,16 +237,10 @@ class AsyncEngine:
             raise ControlRefusedError(result.message)
         return result
 
-    def _open(
-        self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams, salt: str, arrival_time: float
-    ) -> _Stream:
+    def _open(self, message: Add, stream: _Stream) -> None:
         assert self._process is not None
-        stream = _Stream(TextAssembler(self.tokenizer, sampling, prompt), arrival_time)
-        self._streams[request_id] = stream
-        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-        num_public = self.num_public_tokens(prompt)
-        self._process.send(Add(request_id, prompt, sampling, seed, Namespace(salt=salt), arrival_time, num_public))
-        return stream
+        self._streams[message.request_id] = stream
+        self._process.send(message)
 
     def _close(self, request_id: str, stream: _Stream) -> None:
         """The reader is gone. If the request still runs, the engine is told to end it."""
@@ -225,6 +253,7 @@ class AsyncEngine:
 
     def _end(self, stream: _Stream, reason: FinishReason) -> None:
         stream.is_finished = True
+        stream.place.leave()
         self._listener.on_finish(reason, time.monotonic() - stream.arrival_time)
 
     def _on_supervisor_end(self, supervisor: asyncio.Task[None]) -> None:
@@ -276,6 +305,7 @@ class AsyncEngine:
             self._listener.on_admission(admission)
             if (stream := self._streams.get(admission.request_id)) is not None:
                 stream.sources = admission.sources
+                stream.place.leave()
         for event in outputs.events:
             stream = self._streams.get(event.request_id)
             if stream is not None and not stream.is_finished:
@@ -335,10 +365,12 @@ def check_request(info: EngineInfo, prompt_token_ids: Sequence[int], sampling: S
         if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequestError(f"token id {wrong} is out of vocabulary (0 to {info.vocab_size - 1})", param=param)
-    total = len(prompt_token_ids) + sampling.max_tokens
-    if total > info.max_model_len:
+    total, cache_len = len(prompt_token_ids) + sampling.max_tokens, info.num_blocks * info.block_size
+    limit = min(info.max_model_len, cache_len)
+    if total > limit:
+        by_cache = f", all that the KV cache holds ({info.num_blocks} blocks of {info.block_size})"
         raise ContextLengthError(
-            f"this model's context is {info.max_model_len} tokens; the request asks for {total}"
+            f"this model's context is {limit} tokens{by_cache if limit == cache_len else ''}; the request asks for {total}"
             f" ({len(prompt_token_ids)} of prompt and max_tokens {sampling.max_tokens}); shorten one of them",
-            param="prompt" if len(prompt_token_ids) >= info.max_model_len else "max_tokens",
+            param="prompt" if len(prompt_token_ids) >= limit else "max_tokens",
         )

@@ -53,16 +53,22 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """One step holds at most ``max_num_batched_tokens`` tokens of at most ``max_num_seqs`` requests."""
+    """One step holds at most ``max_num_batched_tokens`` tokens of at most ``max_num_seqs`` requests.
+
+    ``max_queue`` requests at most wait for their first step; a request waits for it on an idle engine too, if only briefly.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_queue: int = 1024
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
         if self.max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
+        if self.max_queue < 1:
+            raise ConfigError(f"max_queue must be at least 1, got {self.max_queue}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,9 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, request: Request) -> None:
-        self.scheduler.add(request)
+    def add(self, request: Request) -> TokenEvent | None:
+        """Take a request in. One that can never be served ends at once, with its last word."""
+        return self.scheduler.add(request)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         return self.scheduler.abort(request_id)

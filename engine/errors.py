@@ -3,6 +3,7 @@
 OctavoError
 ├── InvalidRequestError      the caller's request is wrong: HTTP 400
 │   └── ContextLengthError   prompt and max_tokens do not fit the context
+├── QueueFullError           as many requests wait as may: HTTP 429
 ├── EngineDeadError          the engine process is gone or not yet up: HTTP 503
 ├── ControlRefusedError      the cache cannot do what its operator asks for: HTTP 409
 ├── RequestFailedError       one accepted request could not be finished: HTTP 500
@@ -38,6 +39,10 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and requested output are longer than the context that is served."""
 
     code = "context_length_exceeded"
+
+
+class QueueFullError(OctavoError):
+    """So many requests wait that no more are taken now."""
 
 
 class EngineDeadError(OctavoError):

@@ -22,6 +22,8 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     namespace: Namespace
     arrival_time: float
     num_public_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -111,26 +111,28 @@ def _wait_seconds(core: EngineCore, control: CacheControl, *, has_run: bool) -> 
 
 
 def _apply(core: EngineCore, messages: list[ToEngine]) -> list[TokenEvent]:
-    """Take requests in and out of the engine; returns the last words of those that were aborted."""
-    ended: list[TokenEvent] = []
+    """Take requests in and out of the engine; returns the last words of those that were refused or aborted."""
+    ended: list[TokenEvent | None] = []
     for message in messages:
         if isinstance(message, Add):
-            core.add(
-                Request(
-                    request_id=message.request_id,
-                    prompt_token_ids=message.prompt_token_ids,
-                    sampling=message.sampling,
-                    seed=message.seed,
-                    namespace=message.namespace,
-                    arrival_time=message.arrival_time,
-                    num_public_tokens=message.num_public_tokens,
-                )
-            )
+            ended.append(core.add(_request(message)))
         elif isinstance(message, Abort):
-            event = core.abort(message.request_id)
-            if event is not None:
-                ended.append(event)
-    return ended
+            ended.append(core.abort(message.request_id))
+    return [event for event in ended if event is not None]
+
+
+def _request(message: Add) -> Request:
+    return Request(
+        request_id=message.request_id,
+        prompt_token_ids=message.prompt_token_ids,
+        sampling=message.sampling,
+        seed=message.seed,
+        namespace=message.namespace,
+        arrival_time=message.arrival_time,
+        num_public_tokens=message.num_public_tokens,
+        tenant=message.tenant,
+        priority=message.priority,
+    )
 
 
 def _exit_with_parent(folder: Path) -> None:

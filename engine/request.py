@@ -98,7 +98,8 @@ class Request:
 
     ``token_ids`` holds the prompt and, behind it, every sampled token. Always 0 <= num_computed_tokens <= num_tokens,
     and a request has a finish reason exactly when its status is FINISHED. The first ``num_public_tokens`` tokens of the prompt
-    are an operator's public prefix: their full blocks belong to no salt.
+    are an operator's public prefix: their full blocks belong to no salt. The lower the ``priority``, the earlier it is
+    served; within a priority, tenants take turns.
     """
 
     request_id: str
@@ -108,10 +109,13 @@ class Request:
     namespace: Namespace = PUBLIC_NAMESPACE
     arrival_time: float = 0.0
     num_public_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_overtaken: int = 0
     max_computed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -123,6 +127,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The most tokens that the request may come to."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -102,6 +102,10 @@ class Caller:
     def cache_salt(self, client_salt: str | None) -> str:
         return derive_salt(self._secret, client_salt)
 
+    def tenant(self, client_salt: str | None) -> str:
+        """With whom its requests take turns: a key's with all of that key; without keys, a salt is all there is to tell by."""
+        return derive_salt(self._secret, None if self._secret else client_salt)
+
 
 ANONYMOUS = Caller()
 ADMIN_NAME = "admin"

@@ -109,6 +109,9 @@ def serve_command(
     max_num_batched_tokens: Annotated[
         int, typer.Option(envvar="OCTAVO_MAX_NUM_BATCHED_TOKENS", help="Most tokens in one step.")
     ] = _SCHEDULER.max_num_batched_tokens,
+    max_queue: Annotated[
+        int, typer.Option(envvar="OCTAVO_MAX_QUEUE", help="Most requests that may wait for their first step; more get a 429.")
+    ] = _SCHEDULER.max_queue,
     host: Annotated[str, typer.Option(envvar="OCTAVO_HOST", help="Address to listen on.")] = _SETTINGS.host,
     port: Annotated[int, typer.Option(envvar="OCTAVO_PORT", help="Port to listen on; 0 for any free one.")] = _SETTINGS.port,
     served_model_name: Annotated[
@@ -150,7 +153,9 @@ def serve_command(
         device=device,
         max_model_len=max_model_len,
         cache=_with_pin_budget(cache, parse_share_or_bytes(pin_budget)),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_queue=max_queue
+        ),
         host=host,
         port=port,
         served_model_name=served_model_name,

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from engine.control import Command, Result
 from engine.errors import EngineDeadError
+from engine.queue_bound import Place
 from engine.request import RequestOutput, SamplingParams
 from engine.stats import EngineInfo
 
@@ -41,12 +42,28 @@ class EngineClient(Protocol):
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise InvalidRequestError, ContextLengthError or EngineDeadError if ``generate`` could not serve this."""
 
+    def reserve(self, num_requests: int) -> tuple[Place, ...]:
+        """Places in the queue for requests that come together, all of which are to be left in the end.
+
+        Raises QueueFullError, or InvalidRequestError when there are never so many.
+        """
+        ...
+
     def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str = "",
+        tenant: str = "",
+        priority: int = 0,
+        arrival_time: float | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One output per token. Raises EngineDeadError or RequestFailedError midway; ``aclose`` aborts the request.
 
-        ``arrival_time`` is on the clock of ``time.monotonic``; None is the time of the call.
+        ``tenant`` is with whom it shares its turn. ``arrival_time`` is on the clock of ``time.monotonic``; None is the time of the
+        call. Without a ``place`` it takes one.
         """
         ...
 
@@ -96,10 +113,29 @@ class PendingEngine:
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         self._attached().check(prompt_token_ids, sampling)
 
+    def reserve(self, num_requests: int) -> tuple[Place, ...]:
+        return self._attached().reserve(num_requests)
+
     def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str = "",
+        tenant: str = "",
+        priority: int = 0,
+        arrival_time: float | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        return self._attached().generate(prompt_token_ids, sampling, salt=salt, arrival_time=arrival_time)
+        return self._attached().generate(
+            prompt_token_ids,
+            sampling,
+            salt=salt,
+            tenant=tenant,
+            priority=priority,
+            arrival_time=arrival_time,
+            place=place,
+        )
 
     def num_public_tokens(self, prompt_token_ids: Sequence[int]) -> int:
         return self._attached().num_public_tokens(prompt_token_ids)

@@ -1,7 +1,7 @@
 """Exceptions that only HTTP knows, and the one table that turns every exception into a status, a type and a code.
 
 OctavoError
-├── (engine.errors: InvalidRequestError, EngineDeadError, RequestFailedError, ...)
+├── (engine.errors: InvalidRequestError, QueueFullError: 429, EngineDeadError, RequestFailedError, ...)
 └── HttpError
     ├── AuthenticationError   no key or a wrong one: 401
     ├── ForbiddenError        a good key, but not for this; or nobody may: 403
@@ -33,6 +33,7 @@ from engine.errors import (
     EngineDeadError,
     InvalidRequestError,
     OctavoError,
+    QueueFullError,
     RequestFailedError,
 )
 
@@ -105,6 +106,7 @@ ERROR_KINDS: Mapping[type[Exception], ErrorKind] = {
     ControlRefusedError: ErrorKind(409, "conflict_error", "cache_conflict"),
     BodyTooLargeError: ErrorKind(413, "invalid_request_error", "content_too_large"),
     ContentTypeError: ErrorKind(415, "invalid_request_error", "unsupported_media_type"),
+    QueueFullError: ErrorKind(429, "rate_limit_error", "queue_full", headers={"retry-after": "1"}),
     ClientGoneError: _GONE,
     ClientDisconnect: _GONE,
     UnavailableError: ErrorKind(503, "service_unavailable_error", "server_unavailable", headers=RETRY_AFTER),

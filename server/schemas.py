@@ -162,6 +162,7 @@ class CompletionRequest(StrictBody):
     best_of: Int64 | None = None
     cache_salt: CacheSalt | None = None
     return_cache_info: bool | None = None
+    priority: Int64 | None = None
     user: str | None = None
 
     echo: Annotated[bool | None, _only(False)] = None

@@ -6,7 +6,7 @@ The whole answer is the fold of the same outputs that a stream is made of. Knows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -196,13 +196,18 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, on_end: Callable[[], None] = lambda: None) -> None:
+        """``on_end`` is called once nothing more will be sent, also if nothing ever was."""
         super().__init__(headers=_SSE_HEADERS)
         del self.headers["content-length"]
         self._events = events
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._send(send))
+        try:
+            await until_disconnect(receive, self._send(send))
+        finally:
+            self._on_end()
 
     async def _send(self, send: Send) -> None:
         try:

@@ -11,6 +11,7 @@ from engine.kv.moves import BlockLoad
 from engine.kv.pool import BlockPool
 from engine.request import Namespace, Request, SamplingParams
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
+from engine.sched.pressure import PressurePolicy
 from engine.sched.scheduler import Scheduler
 
 EOS = 999_999
@@ -22,11 +23,21 @@ def make_request(
     *,
     max_tokens: int = 4,
     salt: str = "",
+    priority: int = 0,
     arrival_time: float = 0.0,
     **sampling: object,
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)  # type: ignore[arg-type]
-    return Request(request_id, tuple(prompt), params, seed=0, namespace=Namespace(salt=salt), arrival_time=arrival_time)
+    return Request(
+        request_id,
+        tuple(prompt),
+        params,
+        seed=0,
+        namespace=Namespace(salt=salt),
+        arrival_time=arrival_time,
+        tenant=salt,
+        priority=priority,
+    )
 
 
 class WatchedPool(BlockPool):
@@ -66,6 +77,7 @@ def make_scheduler(
     max_num_seqs: int = 8,
     budget: int = 32,
     clock: Callable[[], float] = lambda: 0.0,
+    pressure: PressurePolicy | None = None,
     **options: object,
 ) -> Scheduler:
     """``options`` are the manager's."""
@@ -75,6 +87,7 @@ def make_scheduler(
         max_num_batched_tokens=budget,
         eos_token_ids=(EOS,),
         clock=clock,
+        pressure=pressure,
     )
 
 

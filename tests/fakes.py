@@ -9,6 +9,7 @@ from enum import Enum
 
 from engine.control import Command, Result
 from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from engine.queue_bound import Place, QueueBound
 from engine.request import FinishReason, RequestOutput, SamplingParams
 from engine.stats import EngineInfo, PromptSources
 
@@ -89,6 +90,8 @@ class FakeEngine:
     num_restarts: int = 0
     requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     salts: list[str] = field(default_factory=list)
+    turns: list[tuple[str, int]] = field(default_factory=list)
+    queue: QueueBound = field(default_factory=lambda: QueueBound(1024))
     sources: PromptSources | None = None
     commands: list[Command] = field(default_factory=list)
     answers: list[Result | Exception] = field(default_factory=list)
@@ -134,11 +137,23 @@ class FakeEngine:
             raise answer
         return answer
 
+    def reserve(self, num_requests: int) -> tuple[Place, ...]:
+        return self.queue.reserve(num_requests)
+
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, salt: str = "", arrival_time: float | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str = "",
+        tenant: str = "",
+        priority: int = 0,
+        arrival_time: float | None = None,
+        place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append((list(prompt_token_ids), sampling))
         self.salts.append(salt)
+        self.turns.append((tenant, priority))
         pieces = self.pieces(self.tokenizer.decode(prompt_token_ids))
         finish = FinishReason.STOP if len(pieces) <= sampling.max_tokens else FinishReason.LENGTH
         pieces = pieces[: sampling.max_tokens]
@@ -150,6 +165,8 @@ class FakeEngine:
                 if self.failure is not None and count > self.fail_after:
                     raise self.failure
                 is_done = count == len(pieces)
+                if place is not None:
+                    place.leave()
                 yield RequestOutput(
                     text=text,
                     token_ids=(count,),

@@ -1,1 +1,1 @@
-"""What a KV format costs in quality, measured on text. Runs the engine's own parts; knows nothing of scheduling or HTTP."""
+"""Measurements of the engine's own parts: what a KV format costs in quality, what scheduling wastes. Knows nothing of HTTP."""

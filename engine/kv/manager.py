@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.kv.block import BlockCopy, PrefixNode
@@ -118,6 +119,15 @@ class KVCacheManager:
         """How many blocks a running request lacks to hold ``num_tokens`` tokens."""
         return max(0, self.num_blocks_for(num_tokens) - len(self._tables[request_id].blocks))
 
+    def num_held_blocks(self, request_id: str) -> int:
+        """The length of a running request's block table."""
+        return len(self._tables[request_id].blocks)
+
+    def num_own_blocks(self, request_id: str) -> int:
+        """Blocks that could be had if the request were freed: the tail of its table, since who shares a block shares all before it."""
+        blocks = self._tables[request_id].blocks
+        return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_count == 1 and not block.num_pins)
+
     def match_prefix(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int = 0) -> PrefixMatch:
         """The longest resident prefix. The full blocks of the first ``num_public_tokens`` tokens belong to no salt."""
         num_public_blocks = self._tree.num_public_blocks(namespace, num_public_tokens)
@@ -125,10 +135,9 @@ class KVCacheManager:
         below = self.tiers.match(namespace, match.nodes, token_ids, num_public_blocks, self.block_size)
         return match.continued(below) if below else match
 
-    def can_admit(self, match: PrefixMatch, num_tokens: int, num_reserved: int) -> bool:
-        """Whether a request of ``num_tokens`` known tokens fits beside ``num_reserved`` blocks promised to others."""
-        num_taken = self.num_blocks_for(num_tokens) - len(match.nodes) + match.num_revived_blocks
-        return num_taken + num_reserved <= self.num_available_blocks
+    def num_needed_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
+        """How many of the available blocks a request of ``num_tokens`` tokens takes: new ones, and cached ones that it matches."""
+        return self.num_blocks_for(num_tokens) - len(match.nodes) + match.num_revived_blocks
 
     def admit(self, request_id: str, namespace: Namespace, match: PrefixMatch) -> None:
         """Open a table that starts with the matched blocks, one reference taken on each.
@@ -208,6 +217,13 @@ class KVCacheManager:
         table.note_open(())
         if block is not None and not self._tree.covers(table.tip, tokens):
             self._device.publish(table.tip, tokens, block)
+
+    def keep(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int = 0) -> None:
+        """Somebody waits for what is cached of these tokens: let it be evicted after what nobody waits for."""
+        self._clock += 1
+        match = self._tree.match(namespace, token_ids, self._tree.num_public_blocks(namespace, num_public_tokens))
+        for node in match.found_nodes:
+            self._tree.offer(node, self._clock)
 
     def full_nodes(self) -> Iterator[PrefixNode]:
         """Every published full block, in no order. Read only."""

@@ -14,10 +14,13 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.prefix import PrefixMatch
 from engine.kv.tiers import Tier
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
+from engine.sched.admission import Gate, lasting_blocks
+from engine.sched.fairness import ServedTokens
 from engine.sched.inflight import InFlight
 from engine.sched.plan import SampledToken, SampledTokens, SampleSpec, ScheduledSequence, StepPlan
+from engine.sched.pressure import PressurePolicy, cheapest_to_bring_back
 from engine.sched.promotion import Promotions
-from engine.sched.waiting import WaitingQueue
+from engine.sched.waiting import Overtaking, WaitingQueue
 from engine.stats import Admission
 
 
@@ -51,9 +54,10 @@ class _Draft:
 class Scheduler:
     """Continuous batching over a KV cache that is handed out as it is needed.
 
-    Order within a step: requests that decode, then running prefills, then waiting requests; each by arrival. When blocks run
-    out, the newest running request is preempted: its blocks stay cached, and resuming is an ordinary prefix match. The oldest
-    running request is never preempted for another, and one request of the longest length always fits, so there is progress.
+    Order within a step: requests that decode, then running prefills by priority, then waiting requests in order of service. When
+    blocks run out, a running request is preempted: its blocks stay cached, and resuming is an ordinary prefix match. Which one goes
+    and who may join is the pressure policy's business. It bounds how often a request is preempted, and one request of the longest
+    length always fits, so there is progress.
     """
 
     def __init__(
@@ -64,13 +68,16 @@ class Scheduler:
         max_num_batched_tokens: int,
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], float],
+        pressure: PressurePolicy | None = None,
     ) -> None:
         self.manager = manager
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that every decode advances at every step
         self.max_num_batched_tokens = max_num_batched_tokens
         self._eos_token_ids = eos_token_ids
         self._clock = clock
-        self._waiting = WaitingQueue()
+        self._pressure = pressure if pressure is not None else cheapest_to_bring_back()
+        self._served = ServedTokens()
+        self._waiting = WaitingQueue(self._served)
         self._in_flight = InFlight(manager.block_size, allow_partial=manager.allow_partial)
         self._promotions = Promotions(manager.tiers, clock)
         self._running: dict[str, Request] = {}
@@ -98,11 +105,16 @@ class Scheduler:
         counts, self._counts = self._counts, StepCounts()
         return counts
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Its prompt and max_tokens must fit the cache: who lets it in has checked that."""
-        longest = request.num_prompt_tokens + request.sampling.max_tokens
-        assert self.manager.num_blocks_for(longest) <= self.manager.num_blocks, "a request that can never fit was let in"
-        self._waiting.append(request)
+    def add(self, request: Request) -> TokenEvent | None:
+        """Queue a request. One that the cache can never hold ends here, and its last word is returned."""
+        needed, total = self.manager.num_blocks_for(request.max_num_tokens), lasting_blocks(self.manager)
+        if needed > total:
+            request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
+            error = f"{request.max_num_tokens} tokens of prompt and max_tokens take {needed} blocks; the KV cache has {total}"
+            return TokenEvent(request.request_id, None, FinishReason.ERROR, num_cached_tokens=0, error=error)
+        self._served.enter(request.tenant)
+        self._waiting.add(request)
+        return None
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End a request now and give its blocks back. None when it is unknown or has ended already."""
@@ -133,20 +145,22 @@ class Scheduler:
     def _schedule_running(self, draft: _Draft) -> None:
         by_arrival = list(self._running.values())
         decodes = [request for request in by_arrival if request.num_uncomputed_tokens == 1]
-        prefills = [request for request in by_arrival if request.num_uncomputed_tokens != 1]
+        prefills = sorted((r for r in by_arrival if r.num_uncomputed_tokens != 1), key=lambda request: request.priority)
         for request in (*decodes, *prefills):
             if draft.budget == 0:
                 return
             if request.status is not RequestStatus.RUNNING:
-                continue  # it was preempted for an older one in this very step
+                continue  # it was preempted for another in this very step
             num_tokens = min(request.num_uncomputed_tokens, draft.budget)
             if self._make_room(request, request.num_computed_tokens + num_tokens, draft):
                 draft.take(request, num_tokens)
 
     def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
-        """Give the request blocks, preempting newer ones as needed. False when it had to be preempted itself."""
-        while not self.manager.allocate(request.request_id, num_tokens):
-            victim = next(reversed(self._running.values()))
+        """Give the request blocks, preempting others as needed. False when it had to be preempted itself."""
+        manager = self.manager
+        while not manager.allocate(request.request_id, num_tokens):
+            num_short = manager.num_missing_blocks(request.request_id, num_tokens) - manager.num_available_blocks
+            victim = self._pressure.victims.choose(tuple(self._running.values()), num_short, manager)
             draft.drop(victim)
             self._preempt(victim)
             if victim is request:
@@ -159,19 +173,23 @@ class Scheduler:
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
-        self._waiting.put_back(victim)
+        self._waiting.add(victim)
         self._counts.num_preemptions += 1
 
     def _schedule_waiting(self, draft: _Draft) -> None:
-        """Admit in the queue's order until one does not fit. Those held back for a running one, or for the disk, are passed by, not
-        waited for.
+        """Admit in order of service. Those held back for a running one, or for the disk, are passed by, not waited for; those
+        without room may be overtaken for a while.
 
         At most ``max_num_seqs`` are looked at, so that a long queue that can all be held back does not hold up the step.
         """
         self._promotions.give_up_overdue()
+        if not self._waiting or not self._has_room(draft):
+            return
+        gate = self._pressure.admission.open(self._running.values(), self.manager)
+        overtaking = Overtaking(self._pressure.max_tries)
         num_looks = self.max_num_seqs
-        for request in tuple(self._waiting) if self._has_room(draft) else ():
-            if not self._has_room(draft) or num_looks == 0:
+        for request in self._waiting:
+            if not self._has_room(draft) or num_looks == 0 or not overtaking.may_try(request):
                 return
             if self._is_held(request):
                 continue
@@ -179,12 +197,13 @@ class Scheduler:
             match = self.manager.match_prefix(request.namespace, request.token_ids, request.num_public_tokens)
             if self._in_flight.hold_back(request, match, self._running):
                 continue
-            fitting = self._fitting(match, request)
+            fitting = _fitting(request, match, gate)
             if fitting is None:
-                return
-            if self._promotions.start(request.request_id, match):
-                continue
-            self._admit(request, fitting, draft)
+                overtaking.pass_over(request)
+            elif not self._promotions.start(request.request_id, match):
+                overtaking.note_admission()
+                gate.book(request, fitting)
+                self._admit(request, fitting, draft)
 
     def _is_held(self, request: Request) -> bool:
         return self._promotions.holds(request.request_id) or self._in_flight.is_held(request.request_id, self._running)
@@ -192,34 +211,21 @@ class Scheduler:
     def _has_room(self, draft: _Draft) -> bool:
         return draft.budget > 0 and len(self._running) < self.max_num_seqs
 
-    def _fitting(self, match: PrefixMatch, request: Request) -> PrefixMatch | None:
-        """What the request can start from, if it fits now. The block of a partial match has to stay beside its copy for a step:
-        where there is no room for both, that part is computed."""
-        num_reserved = self._num_reserved_blocks()
-        for candidate in (match, match.without_partial()):
-            if self.manager.can_admit(candidate, request.num_tokens, num_reserved):
-                return candidate
-        return None
-
     def _admit(self, request: Request, match: PrefixMatch, draft: _Draft) -> None:
         self._waiting.remove(request.request_id)
         self.manager.admit(request.request_id, request.namespace, match)
         self._note_admission(request, match)
         num_tokens = min(request.num_uncomputed_tokens, draft.budget)
         allocated = self.manager.allocate(request.request_id, request.num_computed_tokens + num_tokens)
-        assert allocated, "can_admit promised these blocks"
+        assert allocated, "the gate promised these blocks"
         draft.take(request, num_tokens)
-
-    def _num_reserved_blocks(self) -> int:
-        """Blocks that running requests still need for what they know by now, and one more for each to grow into."""
-        missing = (self.manager.num_missing_blocks(r.request_id, r.num_tokens + 1) for r in self._running.values())
-        return sum(missing)
 
     def _note_admission(self, request: Request, match: PrefixMatch) -> None:
         self._promotions.forget(request.request_id)
         num_resident = self._in_flight.forget(request.request_id)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = match.num_tokens
+            self._served.charge(request.tenant, request.num_prompt_tokens - match.num_tokens)
             sources = self.manager.sources(request.namespace, request.prompt_token_ids, match, _found(match, num_resident))
             wait = self._clock() - request.arrival_time
             admission = Admission(request.request_id, request.num_prompt_tokens, match.num_tokens, wait, sources)
@@ -278,6 +284,7 @@ class Scheduler:
             return TokenEvent(request.request_id, None, FinishReason.ERROR, cached, token.error)
         request.token_ids.append(token.token_id)
         self._counts.num_sampled_tokens += 1
+        self._served.charge(request.tenant, 1)
         reason = self._finish_reason(request, token.token_id)
         if reason is not None:
             self._finish(request, reason)
@@ -299,8 +306,24 @@ class Scheduler:
         if self._running.pop(request.request_id, None) is not None:
             self.manager.free(request.request_id)
         self._in_flight.forget(request.request_id)
+        self._leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        self._pressure.admission.note_finished(request)
+        for preempted in reversed(tuple(self._waiting.preempted())):  # the first to come back is the last to be evicted
+            self.manager.keep(preempted.namespace, preempted.token_ids, preempted.num_public_tokens)
+
+    def _leave(self, request: Request) -> None:
+        """The tenant has one request less. What it was charged for at admission and did not get is given back."""
+        if request.status is not RequestStatus.WAITING:
+            self._served.charge(request.tenant, -max(0, request.num_prompt_tokens - request.max_computed_tokens))
+        self._served.leave(request.tenant)
+
+
+def _fitting(request: Request, match: PrefixMatch, gate: Gate) -> PrefixMatch | None:
+    """What the request can start from, if it fits now. The block of a partial match has to stay beside its copy for a step:
+    where there is no room for both, that part is computed."""
+    return next((candidate for candidate in (match, match.without_partial()) if gate.fits(request, candidate)), None)
 
 
 def _found(match: PrefixMatch, num_resident: int | None) -> FoundTokens:

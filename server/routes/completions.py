@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 import anyio.to_thread
@@ -39,13 +41,14 @@ def completions_router(service: Service) -> APIRouter:
         body = parse_completion_request(await read_json(request, service.settings.max_body_bytes))
         _require_served(body.model, service.model_name)
         caller: Caller = request.scope["octavo.caller"]
-        generators = await _prepare(service, body, caller.cache_salt(body.cache_salt), arrival_time)
+        generators, places = await _prepare(service, body, caller, arrival_time)
         head = CompletionHead(id=f"cmpl-{uuid.uuid4().hex}", created=int(time.time()), model=service.model_name)
         shape = AnswerShape(body.num_choices, body.include_usage, bool(body.return_cache_info))
         if body.stream:
             name = log_name(request.scope)
-            return EventStream(completion_events(generators, head, shape, service.drain, log_name=name))
-        answer = await until_disconnect(request.receive, whole_completion(generators, head, shape, service.drain))
+            return EventStream(completion_events(generators, head, shape, service.drain, log_name=name), on_end=places.close)
+        with places:
+            answer = await until_disconnect(request.receive, whole_completion(generators, head, shape, service.drain))
         if answer is None:
             raise ClientGoneError("the client hung up")
         return Response(answer, media_type="application/json")
@@ -58,17 +61,35 @@ def _require_served(asked: str | None, served: str) -> None:
         raise ModelNotServedError(f"the model {asked[:100]!r} is not served here; {served!r} is", param="model")
 
 
-async def _prepare(service: Service, body: CompletionRequest, salt: str, arrival_time: float) -> list[Outputs]:
+async def _prepare(
+    service: Service, body: CompletionRequest, caller: Caller, arrival_time: float
+) -> tuple[list[Outputs], ExitStack]:
     """The generators of an admissible request, not yet running: choice i of prompt p is number p * n + i.
 
-    Raises what makes it inadmissible.
+    The exit stack gives back what places in the queue they have not used. Raises what makes the request inadmissible.
     """
     engine = service.engine
     choices = body.sampling_params()
     prompts = await tokenize(engine.tokenizer, body.prompts)
     for ids in prompts:
         engine.check(ids, choices[0])
-    return [engine.generate(ids, sampling, salt=salt, arrival_time=arrival_time) for ids in prompts for sampling in choices]
+    places = engine.reserve(len(prompts) * len(choices))
+    generators = [
+        engine.generate(
+            ids,
+            sampling,
+            salt=caller.cache_salt(body.cache_salt),
+            tenant=caller.tenant(body.cache_salt),
+            priority=body.priority or 0,
+            arrival_time=arrival_time,
+            place=place,
+        )
+        for (ids, sampling), place in zip(product(prompts, choices), places, strict=True)
+    ]
+    unused = ExitStack()
+    for place in places:
+        unused.callback(place.leave)
+    return generators, unused
 
 
 async def tokenize(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
