@@ -6,7 +6,7 @@ PIP_FLAGS ?= --disable-pip-version-check --progress-bar on
 # On a CPU-only machine the plain torch on the index may be a CUDA build of several GB; this version has a CPU build where Octavo is developed.
 TORCH ?= torch==2.13.0
 
-.PHONY: help install serve test check lint types bench tier-bench kv-quality soak clean
+.PHONY: help install serve test check lint types bench tier-bench pressure-bench itl-bench kv-quality soak clean
 
 help:
 	@echo "make serve     install, fetch the default model, serve it on http://127.0.0.1:8000  (MODEL=, OCTAVO_PORT=, ...)"
@@ -15,6 +15,8 @@ help:
 	@echo "make install   only make .venv; the command is .venv/bin/octavo"
 	@echo "make kv-quality  bytes, perplexity and KL of every KV cache format, on 20,480 tokens of Moby Dick (needs npm; about half an hour)"
 	@echo "make bench     start a server and measure it with loadtest/ (a few minutes)"
+	@echo "make pressure-bench  tokens computed twice when the cache is too small, by policy; no model (a few minutes)"
+	@echo "make itl-bench  gaps in running streams without and with a 4,000-token prompt arriving"
 	@echo "make tier-bench  time to the first token of a 2,000-token prompt: computed, and found on device, host, disk, after a restart"
 	@echo "make soak      10,000 short requests of which 30 % hang up: nothing leaks, memory stays flat, counters add up"
 
@@ -63,6 +65,12 @@ tier-bench: .venv/.installed-dev
 
 kv-quality: .venv/.installed
 	$(BIN)/python -m engine.evaluate.kv_quality --model $(MODEL)
+
+pressure-bench: .venv/.installed
+	$(BIN)/python -m engine.evaluate.pressure
+
+itl-bench: .venv/.installed-dev
+	$(BIN)/python -m loadtest.itl_bench --serve "$(BIN)/octavo serve smollm2-135m"
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -105,7 +105,8 @@ class LLM:
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
             arrival_time=time.monotonic(),
         )
-        self.core.add(request)
+        refusal = self.core.add(request)
+        assert refusal is None, "check_request let in what can never fit"
         return request
 
     def _step(self, assemblers: dict[str, TextAssembler], outputs: dict[str, list[RequestOutput]]) -> int:

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 # Lowest first. A module belongs to the longest prefix that it has; it may import its own layer and lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine.errors",),
-    ("engine.config", "engine.queue_bound", "engine.request", "engine.stats", "engine.model_config", "engine.model_fields", "engine.hf_config",
-     "engine.gguf_config", "engine.gguf_file", "engine.kernel_cache"),
+    ("engine.config", "engine.queue_bound", "engine.request", "engine.stats", "engine.model_config", "engine.model_fields",
+     "engine.hf_config", "engine.gguf_config", "engine.gguf_file", "engine.kernel_cache"),
     ("engine.kv", "engine.attention.metadata", "engine.tokenizer"),
     ("engine.sched", "engine.attention"),
     ("engine.model",),
