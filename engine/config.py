@@ -55,11 +55,14 @@ class CacheConfig:
 class SchedulerConfig:
     """One step holds at most ``max_num_batched_tokens`` tokens of at most ``max_num_seqs`` requests.
 
+    While any request decodes, ``max_prefill_beside_decodes`` of these tokens at most are prompts': None is 64 on a CPU, where a
+    full step of them takes seconds, and no bound on a GPU.
     ``max_queue`` requests at most wait for their first step; a request waits for it on an idle engine too, if only briefly.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_prefill_beside_decodes: int | None = None
     max_queue: int = 1024
 
     def __post_init__(self) -> None:
@@ -67,6 +70,8 @@ class SchedulerConfig:
             raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
         if self.max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
+        if self.max_prefill_beside_decodes is not None and self.max_prefill_beside_decodes < 1:
+            raise ConfigError(f"max_prefill_beside_decodes must be at least 1, got {self.max_prefill_beside_decodes}")
         if self.max_queue < 1:
             raise ConfigError(f"max_queue must be at least 1, got {self.max_queue}")
 

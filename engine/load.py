@@ -38,6 +38,9 @@ from engine.tier_setup import Tiers, open_tiers
 
 OnProgress = Callable[[str, float | None], None]
 
+CPU_PREFILL_BESIDE_DECODES = 64
+"""Tokens of prompts in a step that also decodes. ``make itl-bench`` shows what it gives and what it costs."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
@@ -251,12 +254,16 @@ def _build_core(
         pin_limits=pin_limits,
         clock=time.monotonic,
     )
+    beside_decodes = config.scheduler.max_prefill_beside_decodes
     scheduler = Scheduler(
         manager,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         eos_token_ids=model.eos_token_ids,
         clock=time.monotonic,
+        max_prefill_beside_decodes=CPU_PREFILL_BESIDE_DECODES
+        if beside_decodes is None and config.device == "cpu"
+        else beside_decodes,
     )
     return EngineCore(scheduler, runner, block_bytes=fmt.block_bytes, clock=time.monotonic)
 

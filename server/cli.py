@@ -109,6 +109,13 @@ def serve_command(
     max_num_batched_tokens: Annotated[
         int, typer.Option(envvar="OCTAVO_MAX_NUM_BATCHED_TOKENS", help="Most tokens in one step.")
     ] = _SCHEDULER.max_num_batched_tokens,
+    max_prefill_beside_decodes: Annotated[
+        int | None,
+        typer.Option(
+            envvar="OCTAVO_MAX_PREFILL_BESIDE_DECODES",
+            help="Most prompt tokens in a step that also decodes: fewer, smoother streams. If left out, 64 on a CPU, else no bound.",
+        ),
+    ] = _SCHEDULER.max_prefill_beside_decodes,
     max_queue: Annotated[
         int, typer.Option(envvar="OCTAVO_MAX_QUEUE", help="Most requests that may wait for their first step; more get a 429.")
     ] = _SCHEDULER.max_queue,
@@ -154,7 +161,10 @@ def serve_command(
         max_model_len=max_model_len,
         cache=_with_pin_budget(cache, parse_share_or_bytes(pin_budget)),
         scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_queue=max_queue
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_beside_decodes=max_prefill_beside_decodes,
+            max_queue=max_queue,
         ),
         host=host,
         port=port,

@@ -9,6 +9,7 @@ from engine.kv.block import Block, BlockCopy
 from engine.kv.manager import KVCacheManager
 from engine.kv.moves import BlockLoad
 from engine.kv.pool import BlockPool
+from engine.kv.prefix import PrefixMatch
 from engine.request import Namespace, Request, SamplingParams
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
 from engine.sched.pressure import PressurePolicy
@@ -70,6 +71,11 @@ def make_manager(num_blocks: int, block_size: int, **options: object) -> KVCache
     return KVCacheManager(num_blocks, block_size, pool=WatchedPool(num_blocks), **options)  # type: ignore[arg-type]
 
 
+def can_admit(manager: KVCacheManager, match: PrefixMatch, num_tokens: int, num_reserved: int) -> bool:
+    """Whether a request of ``num_tokens`` known tokens fits beside ``num_reserved`` blocks promised to others."""
+    return manager.num_needed_blocks(match, num_tokens) + num_reserved <= manager.num_available_blocks
+
+
 def make_scheduler(
     *,
     num_blocks: int = 40,
@@ -77,6 +83,7 @@ def make_scheduler(
     max_num_seqs: int = 8,
     budget: int = 32,
     clock: Callable[[], float] = lambda: 0.0,
+    max_prefill_beside_decodes: int | None = None,
     pressure: PressurePolicy | None = None,
     **options: object,
 ) -> Scheduler:
@@ -87,6 +94,7 @@ def make_scheduler(
         max_num_batched_tokens=budget,
         eos_token_ids=(EOS,),
         clock=clock,
+        max_prefill_beside_decodes=max_prefill_beside_decodes,
         pressure=pressure,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.kv.block import BlockCopy, PrefixNode
@@ -119,14 +118,9 @@ class KVCacheManager:
         """How many blocks a running request lacks to hold ``num_tokens`` tokens."""
         return max(0, self.num_blocks_for(num_tokens) - len(self._tables[request_id].blocks))
 
-    def num_held_blocks(self, request_id: str) -> int:
-        """The length of a running request's block table."""
-        return len(self._tables[request_id].blocks)
-
-    def num_own_blocks(self, request_id: str) -> int:
-        """Blocks that could be had if the request were freed: the tail of its table, since who shares a block shares all before it."""
-        blocks = self._tables[request_id].blocks
-        return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_count == 1 and not block.num_pins)
+    def blocks(self, request_id: str) -> Sequence[Block]:
+        """A running request's blocks in token order. Read only."""
+        return self._tables[request_id].blocks
 
     def match_prefix(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int = 0) -> PrefixMatch:
         """The longest resident prefix. The full blocks of the first ``num_public_tokens`` tokens belong to no salt."""

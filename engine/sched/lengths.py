@@ -16,9 +16,9 @@ from engine.request import FinishReason, Request
 FloatArray = npt.NDArray[np.float64]
 
 HORIZON: npt.NDArray[np.int64] = np.array(
-    [8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    [*range(4, 64, 4), *range(64, 192, 8), *range(192, 512, 16), 512, 640, 768, 1024, 1536, 2048, 3072, 4096]
 )
-"""Steps ahead at which the future is looked at."""
+"""Steps ahead at which the future is looked at. So many, because demand peaks just before somebody ends, not after."""
 
 WINDOW = 256
 

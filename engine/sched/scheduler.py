@@ -15,6 +15,7 @@ from engine.kv.prefix import PrefixMatch
 from engine.kv.tiers import Tier
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sched.admission import Gate, lasting_blocks
+from engine.sched.draft import Draft, is_prefill
 from engine.sched.fairness import ServedTokens
 from engine.sched.inflight import InFlight
 from engine.sched.plan import SampledToken, SampledTokens, SampleSpec, ScheduledSequence, StepPlan
@@ -36,23 +37,10 @@ class StepCounts:
     admissions: list[Admission] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A step in the making: how many tokens each chosen request computes, and what is left of the budget."""
-
-    budget: int
-    chosen: dict[str, int] = field(default_factory=dict)
-
-    def take(self, request: Request, num_tokens: int) -> None:
-        self.chosen[request.request_id] = num_tokens
-        self.budget -= num_tokens
-
-    def drop(self, request: Request) -> None:
-        self.budget += self.chosen.pop(request.request_id, 0)
-
-
 class Scheduler:
     """Continuous batching over a KV cache that is handed out as it is needed.
+
+    ``max_prefill_beside_decodes`` bounds the prefill tokens of a step in which any request decodes; None is no bound.
 
     Order within a step: requests that decode, then running prefills by priority, then waiting requests in order of service. When
     blocks run out, a running request is preempted: its blocks stay cached, and resuming is an ordinary prefix match. Which one goes
@@ -68,11 +56,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         eos_token_ids: tuple[int, ...],
         clock: Callable[[], float],
+        max_prefill_beside_decodes: int | None = None,
         pressure: PressurePolicy | None = None,
     ) -> None:
         self.manager = manager
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that every decode advances at every step
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._max_prefill_beside_decodes = max_prefill_beside_decodes or max_num_batched_tokens
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._pressure = pressure if pressure is not None else cheapest_to_bring_back()
@@ -127,7 +117,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the next step's tokens and give them blocks. The plan is empty only when nothing runs, or waits for anything but
         the disk."""
-        draft = _Draft(self.max_num_batched_tokens)
+        draft = self._new_draft()
         num_preemptions = self._counts.num_preemptions
         self._schedule_running(draft)
         if self._counts.num_preemptions == num_preemptions:
@@ -139,23 +129,28 @@ class Scheduler:
         assert sequences or not self.has_work or self._waits_for_disk(), "there is work, but no step for it"
         return plan
 
+    def _new_draft(self) -> Draft:
+        any_decodes = any(not is_prefill(request) for request in self._running.values())
+        max_prefill = self._max_prefill_beside_decodes if any_decodes else self.max_num_batched_tokens
+        return Draft(self.max_num_batched_tokens, max_prefill, self.manager.block_size)
+
     def _waits_for_disk(self) -> bool:
         return not self._running and any(self._promotions.holds(request.request_id) for request in self._waiting)
 
-    def _schedule_running(self, draft: _Draft) -> None:
+    def _schedule_running(self, draft: Draft) -> None:
         by_arrival = list(self._running.values())
-        decodes = [request for request in by_arrival if request.num_uncomputed_tokens == 1]
-        prefills = sorted((r for r in by_arrival if r.num_uncomputed_tokens != 1), key=lambda request: request.priority)
+        decodes = [request for request in by_arrival if not is_prefill(request)]
+        prefills = sorted(filter(is_prefill, by_arrival), key=lambda request: request.priority)
         for request in (*decodes, *prefills):
-            if draft.budget == 0:
-                return
             if request.status is not RequestStatus.RUNNING:
                 continue  # it was preempted for another in this very step
-            num_tokens = min(request.num_uncomputed_tokens, draft.budget)
+            num_tokens = draft.chunk(request)
+            if num_tokens == 0:
+                return
             if self._make_room(request, request.num_computed_tokens + num_tokens, draft):
                 draft.take(request, num_tokens)
 
-    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, draft: Draft) -> bool:
         """Give the request blocks, preempting others as needed. False when it had to be preempted itself."""
         manager = self.manager
         while not manager.allocate(request.request_id, num_tokens):
@@ -176,7 +171,7 @@ class Scheduler:
         self._waiting.add(victim)
         self._counts.num_preemptions += 1
 
-    def _schedule_waiting(self, draft: _Draft) -> None:
+    def _schedule_waiting(self, draft: Draft) -> None:
         """Admit in order of service. Those held back for a running one, or for the disk, are passed by, not waited for; those
         without room may be overtaken for a while.
 
@@ -208,14 +203,14 @@ class Scheduler:
     def _is_held(self, request: Request) -> bool:
         return self._promotions.holds(request.request_id) or self._in_flight.is_held(request.request_id, self._running)
 
-    def _has_room(self, draft: _Draft) -> bool:
-        return draft.budget > 0 and len(self._running) < self.max_num_seqs
+    def _has_room(self, draft: Draft) -> bool:
+        return draft.has_room and len(self._running) < self.max_num_seqs
 
-    def _admit(self, request: Request, match: PrefixMatch, draft: _Draft) -> None:
+    def _admit(self, request: Request, match: PrefixMatch, draft: Draft) -> None:
         self._waiting.remove(request.request_id)
         self.manager.admit(request.request_id, request.namespace, match)
         self._note_admission(request, match)
-        num_tokens = min(request.num_uncomputed_tokens, draft.budget)
+        num_tokens = draft.chunk(request)
         allocated = self.manager.allocate(request.request_id, request.num_computed_tokens + num_tokens)
         assert allocated, "the gate promised these blocks"
         draft.take(request, num_tokens)

@@ -101,8 +101,8 @@ class WaitingQueue:
 class Overtaking:
     """Who had no room in one step, and whether those behind may still be tried: a bound on how much small requests gain on large.
 
-    ``max_tries`` requests may be found without room before the step tries no more. Nobody goes before a preempted request, before one that was overtaken ``MAX_OVERTAKEN`` times, or before one of a more
-    important priority.
+    ``max_tries`` requests may be found without room before the step tries no more. Nobody goes before a preempted request, before
+    one that was overtaken ``MAX_OVERTAKEN`` times, or before one of a more important priority.
     """
 
     def __init__(self, max_tries: int) -> None:

@@ -16,6 +16,7 @@ from engine.kv.manager import KVCacheManager
 from engine.kv.pins import PinLimits
 from engine.request import Namespace
 from engine.stats import PromptSources
+from tests.factories import can_admit
 from tests.kv.test_manager import NS, start
 from tests.kv.test_pins import Clock
 
@@ -164,7 +165,7 @@ class Random:
         num_public = min(num_public, len(tokens))
         match = self.manager.match_prefix(namespace, tokens, num_public)
         before = self.manager.num_available_blocks
-        if not self.manager.can_admit(match, len(tokens), 0):
+        if not can_admit(self.manager, match, len(tokens), 0):
             return
         sources = self.manager.sources(namespace, tokens, match, FoundTokens(device=match.num_tokens))
         assert sources.num_tokens == len(tokens)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from engine.kv.manager import KVCacheManager
 from engine.request import Namespace
+from tests.factories import can_admit
 
 NS = Namespace()
 
@@ -88,9 +89,9 @@ def test_can_admit_counts_the_cached_blocks_that_a_match_revives() -> None:
     start(manager, "a", [1, 2, 3, 4])
     manager.free("a")
     match = manager.match_prefix(NS, [1, 2, 3, 4, 5, 6, 7])
-    assert manager.can_admit(match, 6, num_reserved=0)
-    assert not manager.can_admit(match, 7, num_reserved=0)
-    assert not manager.can_admit(match, 6, num_reserved=1)
+    assert can_admit(manager, match, 6, num_reserved=0)
+    assert not can_admit(manager, match, 7, num_reserved=0)
+    assert not can_admit(manager, match, 6, num_reserved=1)
 
 
 def test_allocate_takes_nothing_when_it_cannot_take_all() -> None:

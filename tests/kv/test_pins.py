@@ -8,6 +8,7 @@ from engine.control import CacheControl, NotResident, Pinned, PinPrefix, Refused
 from engine.kv.manager import KVCacheManager
 from engine.kv.pins import PinLimits
 from engine.request import Namespace
+from tests.factories import can_admit
 from tests.kv.test_manager import NS, start
 
 PROMPT = [*range(8)]
@@ -58,8 +59,8 @@ def test_a_match_of_pinned_blocks_takes_nothing_from_what_can_be_had() -> None:
     pin(control, "p", PROMPT)
     tokens = [*PROMPT, *range(30, 42)]
     match = manager.match_prefix(NS, tokens)
-    assert manager.can_admit(match, 20, num_reserved=0)
-    assert not manager.can_admit(match, 20, num_reserved=1)
+    assert can_admit(manager, match, 20, num_reserved=0)
+    assert not can_admit(manager, match, 20, num_reserved=1)
     manager.admit("a", NS, match)
     assert manager.allocate("a", 20)
     assert not manager.allocate("a", 21)

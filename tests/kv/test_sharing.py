@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.kv.block import BlockCopy, PrefixNode
 from engine.kv.manager import KVCacheManager
 from engine.request import Namespace
+from tests.factories import can_admit
 
 NS = Namespace()
 
@@ -135,8 +136,8 @@ def test_a_source_stays_until_the_step_is_over() -> None:
     start(manager, "a", [1, 2, 3, 4])
     stop(manager, "a")
     match = manager.match_prefix(NS, [1, 2, 3, 9, 9, 9])
-    assert not manager.can_admit(match, 6, num_reserved=1)
-    assert manager.can_admit(match, 6, num_reserved=0)
+    assert not can_admit(manager, match, 6, num_reserved=1)
+    assert can_admit(manager, match, 6, num_reserved=0)
     manager.admit("b", NS, match)
     assert manager.allocate("b", 6)
     manager.check_integrity()
@@ -153,8 +154,8 @@ def test_without_its_partial_block_a_match_needs_no_room_for_the_source() -> Non
     start(manager, "a", [1, 2, 3, 4])
     stop(manager, "a")
     match = manager.match_prefix(NS, [1, 2, 3, 9, 9, 9])
-    assert not manager.can_admit(match, 6, num_reserved=0)
-    assert manager.can_admit(match.without_partial(), 6, num_reserved=0)
+    assert not can_admit(manager, match, 6, num_reserved=0)
+    assert can_admit(manager, match.without_partial(), 6, num_reserved=0)
     assert match.without_partial().num_tokens == 2
 
 
@@ -318,7 +319,7 @@ def admit_and_check(
     assert match.num_tokens == now.longest(namespace, tokens, num_public)
     if manager.num_evicted_blocks == 0:
         assert match.num_tokens == model.longest(namespace, tokens, num_public)
-    if not manager.can_admit(match, len(tokens), num_reserved=0):
+    if not can_admit(manager, match, len(tokens), num_reserved=0):
         return
     manager.admit(request_id, namespace, match)
     manager.check_integrity()
