@@ -13,6 +13,7 @@ import transformers
 from engine.config import CacheConfig, SchedulerConfig
 from engine.llm import LLM
 from engine.request import Namespace, Request, SamplingParams
+from engine.sched.pressure import recompute_newest
 from engine.stats import Admission
 
 pytestmark = pytest.mark.all_cores
@@ -149,6 +150,7 @@ def test_all_at_once_in_chunks(smollm2_path: Path, expected: list[tuple[int, ...
 
 def test_preempted(smollm2_path: Path, expected: list[tuple[int, ...]]) -> None:
     llm = make_llm(smollm2_path, num_blocks=14)
+    llm.core.scheduler._pressure = recompute_newest()  # without foresight, so that it comes to preemptions
     requests = [llm._add(tuple(llm.tokenizer.encode(prompt)), GREEDY) for prompt in PROMPTS]
     while llm.core.has_work:
         llm.core.step()

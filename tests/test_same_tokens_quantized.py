@@ -11,6 +11,7 @@ from engine.config import CacheConfig, SchedulerConfig
 from engine.kv.format import SEALED_TYPES
 from engine.llm import LLM
 from engine.request import SamplingParams
+from engine.sched.pressure import recompute_newest
 from tests.tiny_folder import make_folder, one_thread
 
 pytestmark = pytest.mark.all_cores
@@ -67,6 +68,7 @@ def test_a_tiny_model_preempted(tiny: Path, dtype: str) -> None:
     expected = tokens_of(make_llm(tiny, dtype, block_size=4), TINY_PROMPTS, 30)
     probe = make_llm(tiny, dtype, block_size=4).info
     llm = make_llm(tiny, dtype, block_size=4, memory_bytes=probe.tail_bytes + 32 * probe.block_bytes)
+    llm.core.scheduler._pressure = recompute_newest()  # without foresight, so that it comes to preemptions
     requests = [llm._add(prompt, greedy(30)) for prompt in TINY_PROMPTS]
     while llm.core.has_work:
         llm.core.step()

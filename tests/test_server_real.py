@@ -293,7 +293,7 @@ def test_a_small_cache_shortens_the_context_makes_requests_take_turns_and_dies_w
         ask = [pool.submit(server.post, prompt=[i] * 20, max_tokens=300, ignore_eos=True) for i in range(8)]
         assert [each.result().json()["usage"]["total_tokens"] for each in ask] == [320] * 8
         until(server.is_idle)
-        assert server.metrics()["octavo_preemptions_total"] > 0
+        assert server.metrics()["octavo_preemptions_total"] == 0, "what each will need is known: none is let in too early"
 
         engine, started = server.engine, threading.Event()
         stream = pool.submit(stream_events, server, started, prompt=[5] * 20, **LONG | {"max_tokens": 1580})

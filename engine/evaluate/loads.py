@@ -6,6 +6,7 @@ Equal seeds make equal loads. Lengths are log-normal, as those of real chats are
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.request import Request, SamplingParams
@@ -62,8 +63,10 @@ LOADS: dict[str, tuple[int, tuple[Shape, ...]]] = {
 
 def make_load(name: str, seed: int) -> list[Job]:
     """The requests in order of arrival, all at once."""
-    rng = random.Random(f"{name} {seed}")
-    count, shapes = LOADS[name]
+    return make_jobs(random.Random(f"{name} {seed}"), *LOADS[name])
+
+
+def make_jobs(rng: random.Random, count: int, shapes: Sequence[Shape]) -> list[Job]:
     prefixes = {shape: [_tokens(rng, shape.prefix_len) for _ in range(shape.num_prefixes)] for shape in shapes}
     return [_job(rng, index, shape := rng.choice(shapes), prefixes[shape]) for index in range(count)]
 

@@ -17,7 +17,10 @@ from rich.progress import Progress
 
 from engine.core import EngineCore
 from engine.evaluate.loads import LOADS, VOCAB_SIZE, Job, make_load
+from engine.kv.digest import DIGEST_BYTES, Digester
 from engine.kv.manager import KVCacheManager
+from engine.kv.tier_cache import NoDisk, TierCache
+from engine.kv.tiers import DiskTier, HostTier
 from engine.sched.plan import SampledToken, SampledTokens, ScheduledSequence, StepPlan
 from engine.sched.pressure import PressurePolicy, cheapest_to_bring_back, recompute_newest
 from engine.sched.scheduler import Scheduler
@@ -25,9 +28,22 @@ from engine.sched.scheduler import Scheduler
 EOS = VOCAB_SIZE
 BLOCK_SIZE = 16
 
-POLICIES: dict[str, Callable[[], PressurePolicy]] = {
-    "recompute newest": recompute_newest,
-    "cheapest to bring back": cheapest_to_bring_back,
+HOST_SHARE = 4
+"""The host tier's size, in caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a load is served with. Tokens that come back from host memory are loaded, not computed."""
+
+    make_policy: Callable[[], PressurePolicy]
+    has_host_tier: bool = False
+
+
+WAYS: dict[str, Way] = {
+    "recompute newest": Way(recompute_newest),
+    "cheapest to bring back": Way(cheapest_to_bring_back),
+    "the same, with a host tier": Way(cheapest_to_bring_back, has_host_tier=True),
 }
 """The baseline first."""
 
@@ -74,15 +90,18 @@ class Engine:
     max_num_seqs: int
     max_num_batched_tokens: int
 
-    def run(self, jobs: Sequence[Job], policy: PressurePolicy, on_end: Callable[[], None]) -> Outcome:
+    def run(self, jobs: Sequence[Job], way: Way, on_end: Callable[[], None]) -> Outcome:
         """Serve all jobs. ``on_end`` is called for each that has ended."""
+        host = HostTier(HOST_SHARE * self.num_blocks if way.has_host_tier else 0)
         scheduler = Scheduler(
-            KVCacheManager(self.num_blocks, BLOCK_SIZE),
+            KVCacheManager(
+                self.num_blocks, BLOCK_SIZE, tiers=TierCache(Digester(bytes(DIGEST_BYTES)), host, DiskTier(0), NoDisk())
+            ),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             eos_token_ids=(EOS,),
             clock=lambda: 0.0,
-            pressure=policy,
+            pressure=way.make_policy(),
         )
         core = EngineCore(scheduler, ScriptedRunner(jobs), block_bytes=1, clock=lambda: 0.0)
         for job in jobs:
@@ -111,10 +130,7 @@ Results = Mapping[str, Mapping[str, Sequence[Outcome]]]
 
 def measure(engine: Engine, loads: Sequence[str], seeds: Sequence[int], on_end: Callable[[], None]) -> Results:
     return {
-        load: {
-            name: [engine.run(make_load(load, seed), make_policy(), on_end) for seed in seeds]
-            for name, make_policy in POLICIES.items()
-        }
+        load: {name: [engine.run(make_load(load, seed), way, on_end) for seed in seeds] for name, way in WAYS.items()}
         for load in loads
     }
 
@@ -163,9 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in loads if name not in LOADS]:
         parser.error(f"unknown loads: {', '.join(unknown)}; there are {', '.join(LOADS)}")
     engine = Engine(options.blocks, options.max_num_seqs, options.max_num_batched_tokens)
-    total = sum(LOADS[name][0] for name in loads) * options.seeds * len(POLICIES)
+    total = sum(LOADS[name][0] for name in loads) * options.seeds * len(WAYS)
     with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"{len(loads)} loads, {len(POLICIES)} policies, {options.seeds} seeds", total=total)
+        task = bar.add_task(f"{len(loads)} loads, {len(WAYS)} policies, {options.seeds} seeds", total=total)
         results = measure(engine, loads, range(1, options.seeds + 1), lambda: bar.advance(task))
     print(table(results))
     return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.kv.block import Block, PrefixNode, Tokens
 from engine.kv.history import CacheHistory
 from engine.kv.pool import BlockPool
@@ -66,6 +68,12 @@ class DeviceBlocks:
         node = block.node
         if node is not None and block.ref_count == 0:
             self._history.on_release(node)
+            self._tree.offer(node, self.now)
+
+    def keep(self, nodes: Iterable[PrefixNode]) -> None:
+        """Let them be evicted after all that is cached now."""
+        self.now += 1
+        for node in nodes:
             self._tree.offer(node, self.now)
 
     def publish(self, parent: PrefixNode, tokens: Tokens, block: Block) -> PrefixNode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from engine.kv.block import BlockCopy, PrefixNode
+from engine.kv.block import Block, BlockCopy, PrefixNode
 from engine.kv.device import DeviceBlocks
 from engine.kv.eviction import EvictionPolicy, LRUPolicy
 from engine.kv.ghosts import Chain
@@ -214,10 +214,8 @@ class KVCacheManager:
 
     def keep(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int = 0) -> None:
         """Somebody waits for what is cached of these tokens: let it be evicted after what nobody waits for."""
-        self._clock += 1
         match = self._tree.match(namespace, token_ids, self._tree.num_public_blocks(namespace, num_public_tokens))
-        for node in match.found_nodes:
-            self._tree.offer(node, self._clock)
+        self._device.keep(match.found_nodes)
 
     def full_nodes(self) -> Iterator[PrefixNode]:
         """Every published full block, in no order. Read only."""

@@ -15,6 +15,7 @@ from engine.kv.digest import Digester
 from engine.kv.tier_cache import TierCache
 from engine.kv.tiers import DiskTier, HostTier
 from engine.request import Namespace
+from engine.sched.pressure import PressurePolicy, recompute_newest
 from engine.sched.promotion import PATIENCE_SECONDS
 from engine.stats import Admission
 from tests.factories import RecordingRunner, expected_tokens, make_request, make_scheduler
@@ -66,12 +67,20 @@ class Setup:
 
 
 def make_setup(
-    *, num_blocks: int, num_slots: int, max_files: int, budget: int = 32, clock: Callable[[], float] = lambda: 0.0
+    *,
+    num_blocks: int,
+    num_slots: int,
+    max_files: int,
+    budget: int = 32,
+    clock: Callable[[], float] = lambda: 0.0,
+    pressure: PressurePolicy | None = None,
 ) -> Setup:
     host: dict[int, list[tuple[int, int] | None]] = {}
     disk = FakeDisk(host)
     tiers = TierCache(Digester(b"p" * 32), HostTier(num_slots), DiskTier(max_files * FILE), disk)
-    scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK, budget=budget, clock=clock, tiers=tiers)
+    scheduler = make_scheduler(
+        num_blocks=num_blocks, block_size=BLOCK, budget=budget, clock=clock, tiers=tiers, pressure=pressure
+    )
     runner = RecordingRunner(BLOCK, scheduler.manager._pool)  # type: ignore[arg-type]
     runner.host = host
     core = EngineCore(scheduler, runner, block_bytes=64, clock=lambda: 0.0)
@@ -214,7 +223,7 @@ def test_a_public_prefix_is_shared_from_the_disk_and_what_follows_is_not() -> No
 
 
 def test_preempted_work_comes_back_from_host_memory() -> None:
-    setup = make_setup(num_blocks=10, num_slots=40, max_files=0)
+    setup = make_setup(num_blocks=10, num_slots=40, max_files=0, pressure=recompute_newest())
     prompts = {f"r{number}": prompt_of(number, 12) for number in range(6)}
     for request_id, prompt in prompts.items():
         setup.core.add(make_request(request_id, prompt, max_tokens=16))
