@@ -115,7 +115,8 @@ class _ExpectedDemandGate:
 
     def _demand_with(self, request: Request, match: PrefixMatch) -> _Demand:
         assert self._demand is not None
-        return self._demand.plus(self._alive(request), self._manager.num_needed_blocks(match, request.num_tokens))
+        lasting = match.without_partial()  # what a partial match is copied from is needed for this step only
+        return self._demand.plus(self._alive(request), self._manager.num_needed_blocks(lasting, request.num_tokens))
 
     def _num_longest(self, request: Request) -> int:
         return self._manager.num_blocks_for(request.max_num_tokens)
