@@ -314,15 +314,11 @@ def small_load(seed: int, count: int = 120) -> list[Job]:
 
 def test_half_as_much_is_computed_twice_and_hardly_anything_with_a_host_tier() -> None:
     engine = Engine(num_blocks=100, max_num_seqs=32, max_num_batched_tokens=128)
-    newest, cheapest, tiered = ([engine.run(small_load(seed), way, lambda: None) for seed in (1, 2)] for way in WAYS.values())
-    shares = [
-        sum(o.num_recomputed for o in outcomes) / sum(o.num_computed for o in outcomes)
-        for outcomes in (newest, cheapest, tiered)
-    ]
-    assert shares[0] > 0.05, "no pressure"
-    assert shares[1] < shares[0] / 2
-    assert shares[2] < 0.05
-    assert sum(o.num_steps for o in cheapest) < 1.1 * sum(o.num_steps for o in newest)
+    newest, cheapest, tiered = (engine.run(small_load(1), way, lambda: None) for way in WAYS.values())
+    assert newest.recompute_share > 0.05, "no pressure"
+    assert cheapest.recompute_share < newest.recompute_share / 2
+    assert tiered.recompute_share < 0.05
+    assert cheapest.num_steps < 1.1 * newest.num_steps
 
 
 def test_equal_loads_are_served_equally() -> None:
