@@ -318,7 +318,7 @@ def test_half_as_much_is_computed_twice_and_hardly_anything_with_a_host_tier() -
     assert newest.recompute_share > 0.05, "no pressure"
     assert cheapest.recompute_share < newest.recompute_share / 2
     assert tiered.recompute_share < 0.05
-    assert cheapest.num_steps < 1.1 * newest.num_steps
+    assert cheapest.num_steps < 1.15 * newest.num_steps, "in so small a load, what is not known yet of answers costs more"
 
 
 def test_equal_loads_are_served_equally() -> None:
