@@ -22,7 +22,7 @@ from tests.tiny_folder import VOCAB_SIZE, make_folder
 
 BLOCK_SIZE = 4
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, 3 layers, 2 KV heads of 8, float32
-FLAGS = ("--block-size", str(BLOCK_SIZE), "--kv-cache-memory", str(16_000 * TOKEN_BYTES), "--served-model-name", "tiny")
+FLAGS = ("--block-size", str(BLOCK_SIZE), "--kv-cache-memory", str(26_000 * TOKEN_BYTES), "--served-model-name", "tiny")
 LONG = {"max_tokens": 3000, "ignore_eos": True, "temperature": 2.0}
 
 

@@ -18,8 +18,9 @@ from rich.progress import Progress
 from engine.core import EngineCore
 from engine.evaluate.loads import LOADS, VOCAB_SIZE, Job, make_load
 from engine.kv.digest import DIGEST_BYTES, Digester
+from engine.kv.disk_worker import NoDisk
 from engine.kv.manager import KVCacheManager
-from engine.kv.tier_cache import NoDisk, TierCache
+from engine.kv.tier_cache import TierCache
 from engine.kv.tiers import DiskTier, HostTier
 from engine.sched.plan import SampledToken, SampledTokens, ScheduledSequence, StepPlan
 from engine.sched.pressure import PressurePolicy, cheapest_to_bring_back, recompute_newest
