@@ -10,12 +10,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.attention.cpu_tiles import LANES, _fold_lanes
+from engine.attention.cpu_tiles import LANES, fold_lanes
 from engine.attention.emit import BYTE, FLOAT, Emitter, constant, integers
 from engine.attention.sealing import NAN_SCALE, SCALE_BIAS
 
 CACHE_LINE = 64
-E4M3_TO_FLOAT32 = 2.0**120  # the bits moved into a float32, then times this: exact, subnormals included
 QUIET_NAN = 0x7FC00000
 
 
@@ -23,30 +22,26 @@ def _sweep(emit, count, sums, body):
     """sums = body(i, sums, lanes) over ``count`` elements: whole vectors first, then one by one. Returns the sums in one lane."""
     builder, single = emit.builder, emit.whole(count, LANES)
     sums = emit.loop(0, single, LANES, [constant(0.0, LANES)] * sums, lambda i, sums: body(i, sums, LANES))
-    sums = [_fold_lanes(builder, total, builder.fadd) for total in sums]
+    sums = [fold_lanes(builder, total, builder.fadd) for total in sums]
     return emit.loop(single, count, 1, sums, lambda i, sums: body(i, sums, 1))
 
 
-def _to_float(builder, value):
-    return builder.sitofp(value, ir.VectorType(FLOAT, value.type.count))
-
-
-def _numbers(builder, codes):
-    return [_to_float(builder, codes)]
-
-
-def _halves(builder, codes):
+def _halves(emit, codes):
     """Of each byte the lower four bits, and the upper."""
     lanes = codes.type.count
-    return [_to_float(builder, builder.and_(codes, integers(15, lanes))), _to_float(builder, builder.lshr(codes, integers(4, lanes)))]
+    lower, upper = emit.builder.and_(codes, integers(15, lanes)), emit.builder.lshr(codes, integers(4, lanes))
+    return [emit.to_float(lower), emit.to_float(upper)]
 
 
-def _e4m3(builder, codes):
-    lanes = codes.type.count
+def _e4m3(emit, codes):
+    """The bits moved into a float32 and its exponent corrected; below 2^-6 steps are 2^-9. No subnormal float32, which is slow."""
+    builder, lanes = emit.builder, codes.type.count
+    magnitude = builder.and_(codes, integers(0x7F, lanes))
+    normal = builder.add(builder.shl(magnitude, integers(20, lanes)), integers(120 << 23, lanes))
+    small = builder.bitcast(builder.fmul(emit.to_float(magnitude), constant(2.0**-9, lanes)), codes.type)
+    bits = builder.select(builder.icmp_signed("<", magnitude, integers(8, lanes)), small, normal)
     sign = builder.shl(builder.and_(codes, integers(0x80, lanes)), integers(24, lanes))
-    magnitude = builder.shl(builder.and_(codes, integers(0x7F, lanes)), integers(20, lanes))
-    bits = builder.bitcast(builder.or_(sign, magnitude), ir.VectorType(FLOAT, lanes))
-    return [builder.fmul(bits, constant(E4M3_TO_FLOAT32, lanes))]
+    return [builder.bitcast(builder.or_(sign, bits), ir.VectorType(FLOAT, lanes))]
 
 
 def _widen(decode):
@@ -70,7 +65,7 @@ def _widen(decode):
                 start = emit.mul(r, row_bytes)
 
                 def body(i, sums, lanes):
-                    parts = decode(builder, emit.load_bytes(emit.at(codes, emit.add(start, i), BYTE), lanes))
+                    parts = decode(emit, emit.load_bytes(emit.at(codes, emit.add(start, i), BYTE), lanes))
                     first = emit.at(out, emit.add(emit.mul(start, len(parts)), i))
                     for part, elements in enumerate(parts):
                         emit.store(elements, emit.at(first, emit.mul(row_bytes, part)))
@@ -89,21 +84,19 @@ def _widen(decode):
     return kernel
 
 
-_widen_numbers, _widen_halves, _widen_e4m3 = (_widen(decode) for decode in (_numbers, _halves, _e4m3))
+_widen_halves, _widen_e4m3 = _widen(_halves), _widen(_e4m3)
 
 
 @njit(cache=True, error_model="numpy")
 def widen_codes(pool, at, ahead_at, num_tokens, head_dim, kind, out):
-    """out float32 [num_tokens, head_dim], flat: the codes from byte ``at`` of the flat pool on.
+    """out float32 [num_tokens, head_dim], flat: the codes from byte ``at`` of the flat pool on. Not for codes that are bytes as they are.
 
     The tile at ``ahead_at`` is fetched into the cache on the way: the next one that will be asked for.
     """
-    if kind[0] == 4:
-        _widen_halves(pool, at, ahead_at, num_tokens, head_dim // 2, out)
-    elif kind[1]:
+    if kind[1]:
         _widen_e4m3(pool, at, ahead_at, 1, num_tokens * head_dim, out)
     else:
-        _widen_numbers(pool, at, ahead_at, 1, num_tokens * head_dim, out)
+        _widen_halves(pool, at, ahead_at, num_tokens, head_dim // 2, out)
 
 
 @intrinsic
@@ -124,7 +117,7 @@ def read_groups(typing_context, pool, scales_at, zeros_at, zero_step, count, sca
             bits = builder.select(is_nan, integers(QUIET_NAN, lanes), bits)
             scale = builder.bitcast(bits, ir.VectorType(FLOAT, lanes))
             zero = builder.sub(emit.load_bytes(emit.at(zeros, i, BYTE), lanes), integers(128, lanes))
-            steps = builder.fmul(_to_float(builder, zero), emit.spread(arguments[3], lanes))
+            steps = builder.fmul(emit.to_float(zero), emit.spread(arguments[3], lanes))
             emit.store(scale, emit.at(scales, i))
             emit.store(builder.fmul(steps, scale), emit.at(offsets, i))
             return sums
