@@ -62,6 +62,11 @@ def plan_decode(items: list[WorkItem], kv_heads: int, group: int, head_dim: int)
     )
 
 
+def contiguous(q: torch.Tensor) -> NDArray[np.float32]:
+    """Queries as ``decode`` takes them: another layout would be another compilation."""
+    return q.flatten(1).float().contiguous().numpy()
+
+
 def split_queries(item: WorkItem, block_size: int) -> Iterator[WorkItem]:
     """The item as items of at most QUERIES_AT_A_TIME rows: none of them reads keys that lie behind its own last row."""
     for first in range(0, item.num_queries, QUERIES_AT_A_TIME):
@@ -134,7 +139,7 @@ class CPUAttention:
         fmt = self.format
         wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
         cpu_kernels.decode(
-            q.flatten(1).float().numpy(), plan.rows, fmt.num_kv_heads, fmt.head_dim, self.pool.view(np.uint8),
+            contiguous(q), plan.rows, fmt.num_kv_heads, fmt.head_dim, self.pool.view(np.uint8),
             ELEMENTS[self._storage.elements.dtype], fmt.k_offset(layer), fmt.v_offset(layer), plan.tables, plan.units,
             np.float32(fmt.head_dim**-0.5), fmt.block_size, plan.partial, plan.peaks, plan.totals,
         )  # fmt: skip

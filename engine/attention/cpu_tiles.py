@@ -56,9 +56,12 @@ def _emit_dot_products(emit, signature, arguments, num_heads, num_tokens):
     def accumulate(lanes):
         def body(d, sums):
             queries = [emit.load(emit.at(row, d), lanes) for row in q_rows]
-            keys = [emit.load_numbers(emit.at(row, d, element), lanes, element) for row in k_rows]
-            pairs = product(queries, keys)
-            return [emit.fma(query, key, total) for (query, key), total in zip(pairs, sums, strict=True)]
+            sums = list(sums)
+            for t, row in enumerate(k_rows):  # one key at a time: there are no registers for more
+                key = emit.load_numbers(emit.at(row, d, element), lanes, element)
+                for g, query in enumerate(queries):
+                    sums[g * num_tokens + t] = emit.fma(query, key, sums[g * num_tokens + t])
+            return sums
 
         return body
 
@@ -146,9 +149,12 @@ def _emit_weighted_sum(emit, signature, arguments, num_heads, num_vectors, lanes
         for place in places[::line]:
             emit.prefetch(emit.at(following, place, element), 3)
         factors = [emit.splat(emit.at(weight_row, t), lanes) for weight_row in weight_rows]
-        elements = [emit.load_numbers(emit.at(value, place, element), lanes, element) for place in places]
-        pairs = product(factors, elements)
-        return [emit.fma(factor, number, total) for (factor, number), total in zip(pairs, sums, strict=True)]
+        sums = list(sums)
+        for i, place in enumerate(places):
+            number = emit.load_numbers(emit.at(value, place, element), lanes, element)
+            for g, factor in enumerate(factors):
+                sums[g * num_vectors + i] = emit.fma(factor, number, sums[g * num_vectors + i])
+        return sums
 
     sums = emit.loop(0, arguments[10], 1, [emit.load(target, lanes) for target in targets], body)
     for total, target in zip(sums, targets, strict=True):
