@@ -144,12 +144,6 @@ def _zero_step(kind):
     return np.float32(0.0) if kind[1] else np.float32(kind[2])
 
 
-@njit(cache=True, error_model="numpy", inline="always")
-def _are_bytes(kind):
-    """Whether a code is a byte that stands for its own number."""
-    return kind[0] == 8 and not kind[1]
-
-
 @njit(cache=True, error_model="numpy", parallel=True)
 def unseal(pool, block_ids, kind, at, out, block_size):
     """out float32 [kv_heads, blocks * block_size, head_dim]: the named blocks in their order."""
@@ -166,11 +160,7 @@ def unseal(pool, block_ids, kind, at, out, block_size):
         read_groups(flat, first + at[1], first + at[2], _zero_step(kind), groups, scales, offsets)
         scratch = np.empty(block_size * head_dim, np.float32)
         byte = block + at[0] + head * block_size * row_bytes
-        if _are_bytes(kind):
-            for e in range(np.uintp(block_size * head_dim)):
-                scratch[e] = flat[np.uintp(byte) + e]
-        else:
-            widen_codes(flat, byte, byte, block_size, head_dim, kind, scratch)
+        widen_codes(flat, byte, byte, block_size, head_dim, kind, scratch)
         for token in range(block_size):
             row = out[head, index * block_size + token]
             for d in range(head_dim):
@@ -238,11 +228,8 @@ def _decode_unit(
             for g in range(heads):
                 shift = fold_scales(query, i * group + g * head_dim, scales, offsets, head_dim, scaled, g * head_dim)
                 shifts[i * heads + g] = shift
-            if _are_bytes(k_kind):
-                score_tile(scaled, 0, heads, pool, block + byte, count, pool, following + byte, head_dim, weights, at, stride)
-            else:
-                widen_codes(pool, block + byte, following + byte, count, head_dim, k_kind, scratch)
-                score_tile(scaled, 0, heads, scratch, 0, count, scratch, 0, head_dim, weights, at, stride)
+            widen_codes(pool, block + byte, following + byte, count, head_dim, k_kind, scratch)
+            score_tile(scaled, 0, heads, scratch, 0, count, scratch, 0, head_dim, weights, at, stride)
             for g in range(heads):
                 shift_row(weights, at + g * stride, count, shifts[i * heads + g])
 
@@ -269,13 +256,8 @@ def _decode_unit(
             for g in range(heads):
                 row_at = at + g * stride
                 shifts[i * heads + g] += fold_scales(weights, row_at, scales, offsets, count, weights, row_at)
-            if _are_bytes(v_kind):
-                weigh_tile(
-                    weights, at, heads, stride, pool, block + byte, count, pool, following + byte, head_dim, out, i * group
-                )
-            else:
-                widen_codes(pool, block + byte, following + byte, count, head_dim, v_kind, scratch)
-                weigh_tile(weights, at, heads, stride, scratch, 0, count, scratch, 0, head_dim, out, i * group)
+            widen_codes(pool, block + byte, following + byte, count, head_dim, v_kind, scratch)
+            weigh_tile(weights, at, heads, stride, scratch, 0, count, scratch, 0, head_dim, out, i * group)
 
     for i in range(num_heads):
         for g in range(heads):

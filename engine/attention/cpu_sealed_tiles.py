@@ -16,6 +16,7 @@ from engine.attention.sealing import NAN_SCALE, SCALE_BIAS
 
 CACHE_LINE = 64
 QUIET_NAN = 0x7FC00000
+E4M3_TO_FLOAT32 = 2.0**120  # the bits moved into a float32, then times this: exact, subnormals included
 
 
 def _sweep(emit, count, sums, body):
@@ -26,6 +27,10 @@ def _sweep(emit, count, sums, body):
     return emit.loop(single, count, 1, sums, lambda i, sums: body(i, sums, 1))
 
 
+def _numbers(emit, codes):
+    return [emit.to_float(codes)]
+
+
 def _halves(emit, codes):
     """Of each byte the lower four bits, and the upper."""
     lanes = codes.type.count
@@ -34,14 +39,11 @@ def _halves(emit, codes):
 
 
 def _e4m3(emit, codes):
-    """The bits moved into a float32 and its exponent corrected; below 2^-6 steps are 2^-9. No subnormal float32, which is slow."""
     builder, lanes = emit.builder, codes.type.count
-    magnitude = builder.and_(codes, integers(0x7F, lanes))
-    normal = builder.add(builder.shl(magnitude, integers(20, lanes)), integers(120 << 23, lanes))
-    small = builder.bitcast(builder.fmul(emit.to_float(magnitude), constant(2.0**-9, lanes)), codes.type)
-    bits = builder.select(builder.icmp_signed("<", magnitude, integers(8, lanes)), small, normal)
     sign = builder.shl(builder.and_(codes, integers(0x80, lanes)), integers(24, lanes))
-    return [builder.bitcast(builder.or_(sign, bits), ir.VectorType(FLOAT, lanes))]
+    magnitude = builder.shl(builder.and_(codes, integers(0x7F, lanes)), integers(20, lanes))
+    bits = builder.bitcast(builder.or_(sign, magnitude), ir.VectorType(FLOAT, lanes))
+    return [builder.fmul(bits, constant(E4M3_TO_FLOAT32, lanes))]
 
 
 def _widen(decode):
@@ -84,19 +86,22 @@ def _widen(decode):
     return kernel
 
 
-_widen_halves, _widen_e4m3 = _widen(_halves), _widen(_e4m3)
+_widen_numbers, _widen_halves, _widen_e4m3 = (_widen(decode) for decode in (_numbers, _halves, _e4m3))
 
 
 @njit(cache=True, error_model="numpy")
 def widen_codes(pool, at, ahead_at, num_tokens, head_dim, kind, out):
-    """out float32 [num_tokens, head_dim], flat: the codes from byte ``at`` of the flat pool on. Not for codes that are bytes as they are.
+    """out float32 [num_tokens, head_dim], flat: the codes from byte ``at`` of the flat pool on.
 
+    Through the first cache, and no slower than turning codes into numbers in the registers of the tiles' loops, which lack some for it.
     The tile at ``ahead_at`` is fetched into the cache on the way: the next one that will be asked for.
     """
-    if kind[1]:
+    if kind[0] == 4:
+        _widen_halves(pool, at, ahead_at, num_tokens, head_dim // 2, out)
+    elif kind[1]:
         _widen_e4m3(pool, at, ahead_at, 1, num_tokens * head_dim, out)
     else:
-        _widen_halves(pool, at, ahead_at, num_tokens, head_dim // 2, out)
+        _widen_numbers(pool, at, ahead_at, 1, num_tokens * head_dim, out)
 
 
 @intrinsic

@@ -1,8 +1,7 @@
 """The inner loops of decode attention on a CPU, in LLVM instructions: scores, softmax and weighted sum for one tile of the cache.
 
-A tile is [tokens, head_dim] of float32, or of bytes that stand for the numbers 0 to 255. Its query heads (a group of 1 to 3 at a time)
-are kept in registers against it, so each element of K and V is loaded once for all of them. Results depend on the tile alone, never on
-how many tiles there are.
+A tile is [tokens, head_dim] of float32. Its query heads (a group of 1 to 3 at a time) are kept in registers against it, so each
+element of K and V is loaded once for all of them. Results depend on the tile alone, never on how many tiles there are.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.attention.emit import BYTE, FLOAT, INDEX, INT, Emitter, constant
+from engine.attention.emit import INDEX, INT, Emitter, constant
 
 LANES = 8  # float32 in an AVX2 register, of which there are sixteen
 MAX_HEADS = 3  # 3 heads x 4 vectors of sums leave four registers for the operands
@@ -40,25 +39,25 @@ def _dot_products(
         for shape in product(range(MAX_HEADS, 0, -1), (TOKENS, 1)):
             is_this = [builder.icmp_signed("==", arguments[i], INDEX(n)) for i, n in zip((2, 5), shape, strict=True)]
             with builder.if_then(builder.and_(*is_this)):
-                _emit_dot_products(emit, signature, arguments, *shape)
+                _emit_dot_products(emit, arguments, *shape)
         return context.get_dummy_value()
 
     index = types.intp
     return types.void(q, index, index, k, index, index, ahead, index, index, scores, index, index), codegen
 
 
-def _emit_dot_products(emit, signature, arguments, num_heads, num_tokens):
-    element, builder, end = _element(signature.args[3]), emit.builder, arguments[8]
+def _emit_dot_products(emit, arguments, num_heads, num_tokens):
+    builder, end = emit.builder, arguments[8]
     q_rows = _rows(emit, emit.pointer(0, 1), end, num_heads)
-    k_rows = _rows(emit, emit.pointer(3, 4, element), end, num_tokens, element)
-    next_rows = _rows(emit, emit.pointer(6, 7, element), end, num_tokens, element)
+    k_rows = _rows(emit, emit.pointer(3, 4), end, num_tokens)
+    next_rows = _rows(emit, emit.pointer(6, 7), end, num_tokens)
 
     def accumulate(lanes):
         def body(d, sums):
             queries = [emit.load(emit.at(row, d), lanes) for row in q_rows]
             sums = list(sums)
             for t, row in enumerate(k_rows):  # one key at a time: there are no registers for more
-                key = emit.load_numbers(emit.at(row, d, element), lanes, element)
+                key = emit.load(emit.at(row, d), lanes)
                 for g, query in enumerate(queries):
                     sums[g * num_tokens + t] = emit.fma(query, key, sums[g * num_tokens + t])
             return sums
@@ -67,7 +66,7 @@ def _emit_dot_products(emit, signature, arguments, num_heads, num_tokens):
 
     def two_steps(d, sums):
         for row in next_rows:
-            emit.prefetch(emit.at(row, d, element), 3)
+            emit.prefetch(emit.at(row, d), 3)
         return accumulate(LANES)(emit.add(d, LANES), accumulate(LANES)(d, sums))
 
     pair, single = emit.whole(end, 2 * LANES), emit.whole(end, LANES)
@@ -79,13 +78,8 @@ def _emit_dot_products(emit, signature, arguments, num_heads, num_tokens):
         emit.store(total, emit.at(emit.pointer(9, 10), emit.add(emit.mul(arguments[11], g), t)))
 
 
-def _element(array):
-    """What a tile in an array of this numba type is made of."""
-    return {types.float32: FLOAT, types.uint8: BYTE}[array.dtype]
-
-
-def _rows(emit, pointer, stride, count, element=FLOAT):
-    return [emit.at(pointer, emit.mul(stride, row), element) for row in range(count)]
+def _rows(emit, pointer, stride, count):
+    return [emit.at(pointer, emit.mul(stride, row)) for row in range(count)]
 
 
 def fold_lanes(builder, vector, join):
@@ -128,30 +122,29 @@ def _weighted_sum(
         for num_heads, (num_vectors, lanes) in product(range(MAX_HEADS, 0, -1), ((VECTORS, LANES), (1, LANES), (1, 1))):
             is_this = [builder.icmp_signed("==", arguments[i], INDEX(n)) for i, n in ((2, num_heads), (6, num_vectors * lanes))]
             with builder.if_then(builder.and_(*is_this)):
-                _emit_weighted_sum(emit, signature, arguments, num_heads, num_vectors, lanes)
+                _emit_weighted_sum(emit, arguments, num_heads, num_vectors, lanes)
         return context.get_dummy_value()
 
     index = types.intp
     return types.void(weights, index, index, index, v, index, index, ahead, index, index, index, out, index), codegen
 
 
-def _emit_weighted_sum(emit, signature, arguments, num_heads, num_vectors, lanes):
-    element, head_dim = _element(signature.args[4]), arguments[9]
+def _emit_weighted_sum(emit, arguments, num_heads, num_vectors, lanes):
+    head_dim = arguments[9]
     weight_rows = _rows(emit, emit.pointer(0, 1), arguments[3], num_heads)
-    value, following = emit.pointer(4, 5, element), emit.pointer(7, 8, element)
+    value, following = emit.pointer(4, 5), emit.pointer(7, 8)
     out_rows = _rows(emit, emit.pointer(11, 12), head_dim, num_heads)
     targets = [emit.at(row, lanes * i) for row in out_rows for i in range(num_vectors)]
-    line = 2 if element is FLOAT else 4  # vectors that one fetch brings: a cache line, or all of a row's part
 
     def body(t, sums):
         row = emit.mul(t, head_dim)
         places = [emit.add(row, lanes * i) for i in range(num_vectors)]
-        for place in places[::line]:
-            emit.prefetch(emit.at(following, place, element), 3)
+        for place in places[::2]:
+            emit.prefetch(emit.at(following, place), 3)
         factors = [emit.splat(emit.at(weight_row, t), lanes) for weight_row in weight_rows]
         sums = list(sums)
         for i, place in enumerate(places):
-            number = emit.load_numbers(emit.at(value, place, element), lanes, element)
+            number = emit.load(emit.at(value, place), lanes)
             for g, factor in enumerate(factors):
                 sums[g * num_vectors + i] = emit.fma(factor, number, sums[g * num_vectors + i])
         return sums
@@ -216,8 +209,7 @@ def _group_size(remaining):
 def score_tile(q, q_at, heads, k, k_at, num_tokens, ahead, ahead_at, head_dim, scores, scores_at, stride):
     """scores[scores_at + g * stride + t] = q[g] . k[t]. q [heads, head_dim] and k [num_tokens, head_dim] lie flat at q_at and k_at.
 
-    float32, or k and ahead both uint8. The tile at ``ahead_at`` of ``ahead`` is fetched into the cache on the way: the next one that
-    will be asked for.
+    All float32. The tile at ``ahead_at`` of ``ahead`` is fetched into the cache on the way: the next one that will be asked for.
     """
     g = 0
     while g < heads:

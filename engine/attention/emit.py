@@ -53,10 +53,6 @@ class Emitter:
         codes = self.builder.load(self.builder.bitcast(pointer, bytes_type.as_pointer()), typ=bytes_type, align=1)
         return self.builder.zext(codes, ir.VectorType(INT, lanes))
 
-    def load_numbers(self, pointer, lanes, element):
-        """float32, or bytes as the float32 numbers 0 to 255."""
-        return self.load(pointer, lanes) if element is FLOAT else self.to_float(self.load_bytes(pointer, lanes))
-
     def to_float(self, numbers):
         return self.builder.sitofp(numbers, ir.VectorType(FLOAT, numbers.type.count))
 
