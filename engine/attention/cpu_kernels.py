@@ -1,8 +1,8 @@
 """numba kernels of the CPU attention backend: store K and V into blocks, and decode over the blocks in place.
 
 The pool is [num_blocks, block_elements] or its bytes; a layer's K tile starts at element ``k_offset`` of a block, V at ``v_offset``,
-each [kv_heads, block_size, head_dim]. Compiled at first use and cached on disk: ``decode`` once for all element types, which take half a
-minute each.
+each [kv_heads, block_size, head_dim]. Compiled at first use and cached on disk; ``decode`` once for all element types, as each
+would take 15 seconds.
 """
 
 from __future__ import annotations

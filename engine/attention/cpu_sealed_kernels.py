@@ -206,7 +206,7 @@ def _decode_unit(
         query[i] = q[row, first_head * group + i] * scale
     weights = np.empty(num_heads * heads * stride, np.float32)
     out = np.zeros(num_heads * group, np.float32)
-    shifts = np.zeros(num_heads * heads, np.float32)  # what V's zeros add to every element of a head's output
+    shifts = np.zeros(num_heads * heads, np.float32)  # what zeros add: to a head's scores, later to its output
     scratch, scaled = np.empty(tile, np.float32), np.empty(group, np.float32)
     scales, offsets = np.empty(max(head_dim, block_size), np.float32), np.empty(max(head_dim, block_size), np.float32)
     first_index, last_index = start // block_size, (end - 1) // block_size
