@@ -35,26 +35,24 @@ def store_kv(k, v, slots, pool, k_offset, v_offset, block_size, head_dim):
 
 
 @njit(cache=True, error_model="numpy")
-def _score_in_place(q, q_at, heads, pool, element, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
+def _score_in_place(q, q_at, heads, floats, halves, element, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
     """``score_tile`` over the tile at element ``at`` of the pool's bytes, widened into ``scratch`` where it is not float32."""
     if element == FLOAT32:
-        floats = pool.view(np.float32)
         score_tile(q, q_at, heads, floats, at, num_tokens, floats, ahead_at, head_dim, scores, scores_at, stride)
     else:
-        _widen(pool.view(np.uint16), element, at, num_tokens * head_dim, scratch)
+        _widen(halves, element, at, num_tokens * head_dim, scratch)
         score_tile(q, q_at, heads, scratch, 0, num_tokens, scratch, 0, head_dim, scores, scores_at, stride)
 
 
 @njit(cache=True, error_model="numpy")
 def _weigh_in_place(
-    weights, weights_at, heads, stride, pool, element, at, num_tokens, ahead_at, head_dim, out, out_at, scratch
+    weights, weights_at, heads, stride, floats, halves, element, at, num_tokens, ahead_at, head_dim, out, out_at, scratch
 ):
     """``weigh_tile`` over a tile of the pool, as ``_score_in_place``."""
     if element == FLOAT32:
-        floats = pool.view(np.float32)
         weigh_tile(weights, weights_at, heads, stride, floats, at, num_tokens, floats, ahead_at, head_dim, out, out_at)
     else:
-        _widen(pool.view(np.uint16), element, at, num_tokens * head_dim, scratch)
+        _widen(halves, element, at, num_tokens * head_dim, scratch)
         weigh_tile(weights, weights_at, heads, stride, scratch, 0, num_tokens, scratch, 0, head_dim, out, out_at)
 
 
@@ -62,14 +60,14 @@ def _weigh_in_place(
 def _widen(halves, element, at, size, scratch):
     wide, first = scratch.view(np.uint32), np.uintp(at)
     if element == BFLOAT16:  # its bits are the upper half of a float32
-        for i in range(np.uintp(size)):
-            wide[i] = np.uint32(halves[first + i]) << np.uint32(16)
+        for i in range(size):
+            wide[i] = np.uint32(halves[first + np.uintp(i)]) << np.uint32(16)
         return
     # float16 bits moved into a float32, then times 2^112: exact, subnormals included (infinities do not occur)
-    for i in range(np.uintp(size)):
-        half = np.uint32(halves[first + i])
+    for i in range(size):
+        half = np.uint32(halves[first + np.uintp(i)])
         wide[i] = ((half & np.uint32(0x8000)) << np.uint32(16)) | ((half & np.uint32(0x7FFF)) << np.uint32(13))
-    for i in range(np.uintp(size)):
+    for i in range(size):
         scratch[i] *= np.float32(5.192296858534828e33)
 
 
@@ -113,6 +111,7 @@ def _decode_unit(
     weights = np.empty((last_head - first_head) * heads * stride, np.float32)
     out = np.zeros(len(query), np.float32)
     scratch = np.empty(tile, np.float32)
+    floats, halves = pool.view(np.float32), pool.view(np.uint16)  # once: a view in an inner loop counts references
     first_index, last_index = start // block_size, (end - 1) // block_size
 
     for index in range(first_index, last_index + 1):
@@ -122,7 +121,7 @@ def _decode_unit(
             offset = k_offset + (first_head + i) * tile
             at = block + offset + (first - index * block_size) * head_dim
             _score_in_place(
-                query, i * group, heads, pool, element, at, last - first, following + offset, head_dim,
+                query, i * group, heads, floats, halves, element, at, last - first, following + offset, head_dim,
                 weights, i * heads * stride + first - start, stride, scratch,
             )  # fmt: skip
 
@@ -139,8 +138,8 @@ def _decode_unit(
             offset = v_offset + (first_head + i) * tile
             at = block + offset + (first - index * block_size) * head_dim
             _weigh_in_place(
-                weights, i * heads * stride + first - start, heads, stride, pool, element, at, last - first, following + offset,
-                head_dim, out, i * group, scratch,
+                weights, i * heads * stride + first - start, heads, stride, floats, halves, element, at, last - first,
+                following + offset, head_dim, out, i * group, scratch,
             )  # fmt: skip
 
     for i in range(last_head - first_head):
