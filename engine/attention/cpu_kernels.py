@@ -35,7 +35,9 @@ def store_kv(k, v, slots, pool, k_offset, v_offset, block_size, head_dim):
 
 
 @njit(cache=True, error_model="numpy")
-def _score_in_place(q, q_at, heads, floats, halves, element, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
+def _score_in_place(
+    q, q_at, heads, floats, halves, element, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch
+):
     """``score_tile`` over the tile at element ``at`` of the pool's bytes, widened into ``scratch`` where it is not float32."""
     if element == FLOAT32:
         score_tile(q, q_at, heads, floats, at, num_tokens, floats, ahead_at, head_dim, scores, scores_at, stride)
