@@ -1,7 +1,10 @@
-"""Within a quantized format: the same greedy tokens hit or miss, in any chunks, batched, preempted and resumed, in both backends."""
+"""Within a quantized format: the same greedy tokens hit or miss, in any chunks, batched, preempted and resumed, in both backends;
+in int8 also shared with others of the step, forked, and out of host memory and files."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +13,16 @@ import pytest
 from engine.config import CacheConfig, SchedulerConfig
 from engine.kv.format import SEALED_TYPES
 from engine.llm import LLM
-from engine.request import SamplingParams
+from engine.request import Namespace, Request, SamplingParams
 from engine.sched.pressure import recompute_newest
+from engine.stats import Admission
 from tests.tiny_folder import make_folder, one_thread
 
 pytestmark = pytest.mark.all_cores
 
 __all__ = ["one_thread"]
 
+REQUEST_NUMBERS = itertools.count()
 TINY_PROMPTS = [tuple(2 + (7 * i + 3 * j * j + i * j) % 250 for j in range(5 + 9 * i)) for i in range(1, 6)]
 PROMPTS = (
     "The three primary colours are red,",
@@ -75,6 +80,99 @@ def test_a_tiny_model_preempted(tiny: Path, dtype: str) -> None:
         llm.core.scheduler.manager.check_integrity()
     assert sum(request.num_preemptions for request in requests) >= 3
     assert [tuple(request.token_ids[request.num_prompt_tokens :]) for request in requests] == expected
+
+
+def add(llm: LLM, salt: str, prompt: Sequence[int], num_tokens: int) -> Request:
+    """A request in a namespace of its own, where nothing is cached yet."""
+    number = next(REQUEST_NUMBERS)
+    request = Request(f"same-{number}", tuple(prompt), greedy(num_tokens), seed=0, namespace=Namespace(salt=salt))
+    llm.core.add(request)
+    return request
+
+
+def finish(llm: LLM) -> list[Admission]:
+    admissions: list[Admission] = []
+    while llm.core.has_work or llm.core.is_disk_busy:
+        output = llm.core.step()
+        admissions += output.admissions
+        llm.core.scheduler.manager.check_integrity()
+        if not output.has_run:
+            llm.core.wait_for_disk(1.0)
+            llm.core.poll_disk()
+    return admissions
+
+
+def outputs(request: Request) -> tuple[int, ...]:
+    return tuple(request.token_ids[request.num_prompt_tokens :])
+
+
+@pytest.fixture(scope="module")
+def roomy(tiny: Path) -> LLM:
+    return make_llm(tiny, "int8", block_size=4, memory_bytes=2**20)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path, roomy: LLM) -> list[tuple[int, ...]]:
+    """The tokens of each tiny prompt, each in a namespace of its own: nothing is a hit."""
+    answers = []
+    for index, prompt in enumerate(TINY_PROMPTS):
+        request = add(roomy, f"alone {index}", prompt, 30)
+        finish(roomy)
+        assert request.num_cached_tokens == 0
+        answers.append(outputs(request))
+    return answers
+
+
+@pytest.mark.parametrize("num_equal", [3, 21, 38])
+def test_a_block_that_matches_in_part_is_computed_again(roomy: LLM, alone: list[tuple[int, ...]], num_equal: int) -> None:
+    salt, prompt = f"partial {num_equal}", TINY_PROMPTS[-1]
+    add(roomy, salt, [*prompt[:num_equal], 5, 6, 7, 8, 9], 2)
+    finish(roomy)
+    request = add(roomy, salt, prompt, 30)
+    finish(roomy)
+    assert (request.num_cached_tokens, roomy.core.scheduler.manager.num_copied_blocks) == (num_equal // 4 * 4, 0)
+    assert outputs(request) == alone[-1]
+
+
+def test_samples_and_other_prompts_that_share_a_step(roomy: LLM, alone: list[tuple[int, ...]]) -> None:
+    """Twice each of two prompts with a part of its answer, and once with more of it, all at once and nothing cached."""
+    requests: list[tuple[Request, tuple[int, ...]]] = []
+    for prompt, tokens in zip(TINY_PROMPTS[3:], alone[3:], strict=True):
+        requests += [(add(roomy, "step", [*prompt, *tokens[:9]], 21), tokens[9:]) for _ in range(2)]
+        requests.append((add(roomy, "step", [*prompt, *tokens[:15]], 15), tokens[15:]))
+    admissions = finish(roomy)
+    assert [outputs(request) for request, _ in requests] == [tokens for _, tokens in requests]
+    shared = [a for a in admissions if a.sources.in_flight == a.num_cached_tokens > 0]
+    assert len(shared) == 4, "all but the first of each prompt"
+    assert all(a.num_cached_tokens % 4 == 0 for a in shared)
+
+
+def test_forked_from_a_running_request(roomy: LLM, alone: list[tuple[int, ...]]) -> None:
+    first = add(roomy, "fork", TINY_PROMPTS[2], 30)
+    while first.num_tokens < first.num_prompt_tokens + 14:
+        roomy.core.step()
+    fork = add(roomy, "fork", first.token_ids, 16)
+    finish(roomy)
+    assert fork.num_cached_tokens >= (fork.num_prompt_tokens - 2) // 4 * 4, "all blocks that are full"
+    assert (outputs(first), outputs(fork)) == (alone[2], alone[2][14:])
+
+
+def test_from_host_memory_and_from_files_after_a_restart(tiny: Path, tmp_path: Path, alone: list[tuple[int, ...]]) -> None:
+    probe = make_llm(tiny, "int8", block_size=4).info
+    room = {"memory_bytes": probe.tail_bytes + 24 * probe.block_bytes, "host_bytes": 48 * probe.block_bytes}
+    tiers = {**room, "disk_path": str(tmp_path), "block_size": 4}
+    order = (4, 3, 2, 4, 1, 3, 4)
+    sources = []
+    for _ in range(2):
+        llm = make_llm(tiny, "int8", **tiers)
+        for index in order:
+            request = add(llm, "tiers", TINY_PROMPTS[index], 30)
+            sources += [admission.sources for admission in finish(llm)]
+            assert outputs(request) == alone[index]
+        llm.close()
+    before, after = sources[: len(order)], sources[len(order) :]
+    assert any(source.host >= 16 for source in before)
+    assert after[0].disk >= 16, "the process that knew them is gone, its files are not"
 
 
 @pytest.mark.parametrize(("dtype", "others"), [("int8", [("cpu", 7), ("reference", 64)]), ("int4", [("reference", 7)])])

@@ -17,8 +17,9 @@ from engine.kv.storage import KVStorage
 
 QUERIES_AT_A_TIME = 256  # rows of a prefill that torch's attention gets at once
 
-# How numba is shown the elements of each type; 16-bit floats as their bits, see cpu_kernels.score_in_place.
-BITS_VIEW = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+# How numba is shown the elements of each type, 16-bit floats as their bits; and how ``cpu_kernels.decode`` is told of it.
+BITS_VIEW = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.uint16}
+ELEMENTS = {torch.float32: cpu_kernels.FLOAT32, torch.bfloat16: cpu_kernels.BFLOAT16, torch.float16: cpu_kernels.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ def plan_decode(items: list[WorkItem], kv_heads: int, group: int, head_dim: int)
         peaks=np.empty((len(units), kv_heads, group), np.float32),
         totals=np.empty((len(units), kv_heads, group), np.float32),
     )
+
+
+def contiguous(q: torch.Tensor) -> NDArray[np.float32]:
+    """Queries as ``decode`` takes them: another layout would be another compilation."""
+    return q.flatten(1).float().contiguous().numpy()
 
 
 def split_queries(item: WorkItem, block_size: int) -> Iterator[WorkItem]:
@@ -133,9 +139,9 @@ class CPUAttention:
         fmt = self.format
         wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
         cpu_kernels.decode(
-            q.flatten(1).float().numpy(), plan.rows, fmt.num_kv_heads, fmt.head_dim, self.pool, fmt.k_offset(layer),
-            fmt.v_offset(layer), plan.tables, plan.units, np.float32(fmt.head_dim**-0.5), fmt.block_size,
-            plan.partial, plan.peaks, plan.totals,
+            contiguous(q), plan.rows, fmt.num_kv_heads, fmt.head_dim, self.pool.view(np.uint8),
+            ELEMENTS[self._storage.elements.dtype], fmt.k_offset(layer), fmt.v_offset(layer), plan.tables, plan.units,
+            np.float32(fmt.head_dim**-0.5), fmt.block_size, plan.partial, plan.peaks, plan.totals,
         )  # fmt: skip
         cpu_kernels.merge(plan.partial, plan.peaks, plan.totals, plan.first_unit, plan.rows, wide.flatten(1).numpy())
         if wide is not out:

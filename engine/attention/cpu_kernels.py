@@ -1,14 +1,14 @@
 """numba kernels of the CPU attention backend: store K and V into blocks, and decode over the blocks in place.
 
-The pool is seen as [num_blocks, block_elements]; a layer's K tile starts at element ``k_offset`` of a block, V at ``v_offset``,
-each [kv_heads, block_size, head_dim]. Compiled at first use for each element type and cached on disk.
+The pool is [num_blocks, block_elements] or its bytes; a layer's K tile starts at element ``k_offset`` of a block, V at ``v_offset``,
+each [kv_heads, block_size, head_dim]. Compiled at first use and cached on disk; ``decode`` once for all element types, as each
+would take 15 seconds.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange, types
-from numba.extending import overload
+from numba import njit, prange
 
 from engine.attention.cpu_tiles import LANES, score_tile, softmax_row, weigh_tile
 
@@ -17,6 +17,8 @@ FAST = {"reassoc", "nsz", "arcp", "contract"}
 
 SPLIT = 256  # tokens of context that one work unit reads; fixed, so that a result never depends on who shares the batch
 MANY_UNITS = 8
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # element types of a pool
 
 
 @njit(cache=True, parallel=True, fastmath=FAST, error_model="numpy")
@@ -32,103 +34,76 @@ def store_kv(k, v, slots, pool, k_offset, v_offset, block_size, head_dim):
                 pool[block, v_offset + head * tile + at + d] = v[row, head * head_dim + d]
 
 
-def score_in_place(q, q_at, heads, pool, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
-    """``score_tile`` over the tile at element ``at`` of the flat pool, widened into ``scratch`` where it is not float32.
-
-    The pool's numba type says what its elements are: float32, uint16 for the bits of bfloat16, int16 for those of float16.
-    """
-    raise NotImplementedError("only inside compiled code")
-
-
-@overload(score_in_place)
-def _score_in_place(q, q_at, heads, pool, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
-    if pool.dtype == types.float32:
-
-        def score(q, q_at, heads, pool, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
-            score_tile(q, q_at, heads, pool, at, num_tokens, pool, ahead_at, head_dim, scores, scores_at, stride)
-
-        return score
-    widen = _WIDEN[pool.dtype]
-
-    def score_wide(q, q_at, heads, pool, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch):
-        widen(pool, at, num_tokens * head_dim, scratch)
+@njit(cache=True, error_model="numpy")
+def _score_in_place(
+    q, q_at, heads, floats, halves, element, at, num_tokens, ahead_at, head_dim, scores, scores_at, stride, scratch
+):
+    """``score_tile`` over the tile at element ``at`` of the pool's bytes, widened into ``scratch`` where it is not float32."""
+    if element == FLOAT32:
+        score_tile(q, q_at, heads, floats, at, num_tokens, floats, ahead_at, head_dim, scores, scores_at, stride)
+    else:
+        _widen(halves, element, at, num_tokens * head_dim, scratch)
         score_tile(q, q_at, heads, scratch, 0, num_tokens, scratch, 0, head_dim, scores, scores_at, stride)
 
-    return score_wide
 
-
-def weigh_in_place(weights, weights_at, heads, stride, pool, at, num_tokens, ahead_at, head_dim, out, out_at, scratch):
-    """``weigh_tile`` over a tile of the flat pool, as ``score_in_place``."""
-    raise NotImplementedError("only inside compiled code")
-
-
-@overload(weigh_in_place)
-def _weigh_in_place(weights, weights_at, heads, stride, pool, at, num_tokens, ahead_at, head_dim, out, out_at, scratch):
-    if pool.dtype == types.float32:
-
-        def weigh(weights, weights_at, heads, stride, pool, at, num_tokens, ahead_at, head_dim, out, out_at, scratch):
-            weigh_tile(weights, weights_at, heads, stride, pool, at, num_tokens, pool, ahead_at, head_dim, out, out_at)
-
-        return weigh
-    widen = _WIDEN[pool.dtype]
-
-    def weigh_wide(weights, weights_at, heads, stride, pool, at, num_tokens, ahead_at, head_dim, out, out_at, scratch):
-        widen(pool, at, num_tokens * head_dim, scratch)
+@njit(cache=True, error_model="numpy")
+def _weigh_in_place(
+    weights, weights_at, heads, stride, floats, halves, element, at, num_tokens, ahead_at, head_dim, out, out_at, scratch
+):
+    """``weigh_tile`` over a tile of the pool, as ``_score_in_place``."""
+    if element == FLOAT32:
+        weigh_tile(weights, weights_at, heads, stride, floats, at, num_tokens, floats, ahead_at, head_dim, out, out_at)
+    else:
+        _widen(halves, element, at, num_tokens * head_dim, scratch)
         weigh_tile(weights, weights_at, heads, stride, scratch, 0, num_tokens, scratch, 0, head_dim, out, out_at)
 
-    return weigh_wide
-
 
 @njit(cache=True, error_model="numpy")
-def _widen_bfloat16(pool, at, size, scratch):
-    # bfloat16 bits are the upper half of a float32
-    wide = scratch.view(np.uint32)
-    for i in range(size):
-        wide[i] = np.uint32(pool[np.uintp(at) + np.uintp(i)]) << np.uint32(16)
-
-
-@njit(cache=True, error_model="numpy")
-def _widen_float16(pool, at, size, scratch):
+def _widen(halves, element, at, size, scratch):
+    wide, first = scratch.view(np.uint32), np.uintp(at)
+    if element == BFLOAT16:  # its bits are the upper half of a float32
+        for i in range(size):
+            wide[i] = np.uint32(halves[first + np.uintp(i)]) << np.uint32(16)
+        return
     # float16 bits moved into a float32, then times 2^112: exact, subnormals included (infinities do not occur)
-    wide = scratch.view(np.uint32)
     for i in range(size):
-        half = np.uint32(np.uint16(pool[np.uintp(at) + np.uintp(i)]))
+        half = np.uint32(halves[first + np.uintp(i)])
         wide[i] = ((half & np.uint32(0x8000)) << np.uint32(16)) | ((half & np.uint32(0x7FFF)) << np.uint32(13))
     for i in range(size):
         scratch[i] *= np.float32(5.192296858534828e33)
 
 
-_WIDEN = {types.uint16: _widen_bfloat16, types.int16: _widen_float16}
-
-
 @njit(cache=True, parallel=True, error_model="numpy")
-def decode(q, rows, kv_heads, head_dim, pool, k_offset, v_offset, tables, units, scale, block_size, partial, peaks, totals):
+def decode(
+    q, rows, kv_heads, head_dim, pool, element, k_offset, v_offset, tables, units, scale, block_size, partial, peaks, totals
+):  # fmt: skip
     """Attention of one query row per sequence over one split of its context, for all units and KV heads.
 
-    q float32 [batch rows, num_heads * head_dim], sequence s asks with row rows[s]; tables int32 [sequences, blocks]; units int32
-    [units, 3] of (sequence, first token, token behind the last), at most SPLIT tokens each. Writes what ``merge`` reads.
+    q float32 [batch rows, num_heads * head_dim or more], contiguous, sequence s asks with row rows[s]; pool uint8 [num_blocks, block
+    bytes] of ``element``; tables int32 [sequences, blocks]; units int32 [units, 3] of (sequence, first token, token behind the last),
+    at most SPLIT tokens each. Writes what ``merge`` reads.
 
     Where there are units enough for all threads, one reads all KV heads: their tiles lie side by side in a block, and a longer
     run of bytes comes faster from memory. The results are the same.
     """
     heads_at_a_time = kv_heads if units.shape[0] >= MANY_UNITS else 1
     jobs = kv_heads // heads_at_a_time
-    flat = pool.reshape(-1)
+    flat, block_elements = pool.reshape(-1), pool.shape[1] // (4 if element == FLOAT32 else 2)
     for job in prange(units.shape[0] * jobs):
         unit, first_head = job // jobs, (job % jobs) * heads_at_a_time
         seq, start, end = units[unit, 0], units[unit, 1], units[unit, 2]
         _decode_unit(
-            q, rows[seq], first_head, first_head + heads_at_a_time, head_dim, flat, pool.shape[1], k_offset, v_offset, tables, seq,
+            q, rows[seq], first_head, first_head + heads_at_a_time, head_dim, flat, element, block_elements, k_offset, v_offset, tables, seq,
             start, end, scale, block_size, partial, peaks, totals, unit,
         )  # fmt: skip
 
 
 @njit(cache=True, error_model="numpy")
 def _decode_unit(
-    q, row, first_head, last_head, head_dim, pool, block_elements, k_offset, v_offset, tables, seq,
+    q, row, first_head, last_head, head_dim, pool, element, block_elements, k_offset, v_offset, tables, seq,
     start, end, scale, block_size, partial, peaks, totals, unit,
 ):  # fmt: skip
-    """The tokens [start, end) of one sequence for KV heads [first_head, last_head). The pool is flat."""
+    """The tokens [start, end) of one sequence for KV heads [first_head, last_head). The pool is its bytes, flat."""
     heads, tile = partial.shape[2], block_size * head_dim
     stride = (end - start + LANES - 1) // LANES * LANES  # from one head's weights to the next's
     group = heads * head_dim
@@ -138,6 +113,7 @@ def _decode_unit(
     weights = np.empty((last_head - first_head) * heads * stride, np.float32)
     out = np.zeros(len(query), np.float32)
     scratch = np.empty(tile, np.float32)
+    floats, halves = pool.view(np.float32), pool.view(np.uint16)  # once: a view in an inner loop counts references
     first_index, last_index = start // block_size, (end - 1) // block_size
 
     for index in range(first_index, last_index + 1):
@@ -146,8 +122,8 @@ def _decode_unit(
         for i in range(last_head - first_head):
             offset = k_offset + (first_head + i) * tile
             at = block + offset + (first - index * block_size) * head_dim
-            score_in_place(
-                query, i * group, heads, pool, at, last - first, following + offset, head_dim,
+            _score_in_place(
+                query, i * group, heads, floats, halves, element, at, last - first, following + offset, head_dim,
                 weights, i * heads * stride + first - start, stride, scratch,
             )  # fmt: skip
 
@@ -163,9 +139,9 @@ def _decode_unit(
         for i in range(last_head - first_head):
             offset = v_offset + (first_head + i) * tile
             at = block + offset + (first - index * block_size) * head_dim
-            weigh_in_place(
-                weights, i * heads * stride + first - start, heads, stride, pool, at, last - first, following + offset, head_dim,
-                out, i * group, scratch,
+            _weigh_in_place(
+                weights, i * heads * stride + first - start, heads, stride, floats, halves, element, at, last - first,
+                following + offset, head_dim, out, i * group, scratch,
             )  # fmt: skip
 
     for i in range(last_head - first_head):

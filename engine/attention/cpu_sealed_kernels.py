@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from engine.attention.cpu_kernels import FAST, MANY_UNITS
+from engine.attention.cpu_kernels import MANY_UNITS
+from engine.attention.cpu_sealed_tiles import fold_scales, read_groups, shift_row, widen_codes
 from engine.attention.cpu_tiles import LANES, score_tile, softmax_row, weigh_tile
 from engine.attention.sealing import E4M3_MAX, NAN_SCALE, SCALE_BIAS, SCALE_SHIFTS
 
@@ -137,37 +138,10 @@ def seal(source, source_rows, source_offset, pool, block_ids, kind, at, shape):
                 target[byte + i] = code
 
 
-@njit(cache=True, fastmath=FAST, error_model="numpy")
-def _load_codes(block, byte, num_tokens, head_dim, kind, out):
-    """The codes of ``num_tokens`` rows as float32, flat."""
-    if kind[0] == 4:
-        half = head_dim // 2
-        for token in range(num_tokens):
-            for i in range(half):
-                pair = block[byte + token * half + i]
-                out[token * head_dim + i] = np.float32(pair & np.uint8(15))
-                out[token * head_dim + half + i] = np.float32(pair >> np.uint8(4))
-    elif kind[1]:  # the bits moved into a float32, then times 2^120: exact, subnormals included
-        wide = out.view(np.uint32)
-        for i in range(num_tokens * head_dim):
-            code = np.uint32(block[byte + i])
-            wide[i] = ((code & np.uint32(0x80)) << np.uint32(24)) | ((code & np.uint32(0x7F)) << np.uint32(20))
-        for i in range(num_tokens * head_dim):
-            out[i] *= np.float32(1.329227995784916e36)
-    else:
-        for i in range(num_tokens * head_dim):
-            out[i] = np.float32(block[byte + i])
-
-
 @njit(cache=True, error_model="numpy")
-def _load_groups(block, at, first, count, kind, scales, offsets):
-    """Scales of groups [first, first + count), counted over all heads, and what each adds to an element."""
-    for i in range(count):
-        scales[i] = _SCALES[block[at[1] + first + i]]
-        offsets[i] = np.float32(0.0)
-    if not kind[1]:
-        for i in range(count):
-            offsets[i] = np.float32(kind[2]) * (np.float32(block[at[2] + first + i]) - np.float32(128.0)) * scales[i]
+def _zero_step(kind):
+    """As float32; 0 for the types without zeros."""
+    return np.float32(0.0) if kind[1] else np.float32(kind[2])
 
 
 @njit(cache=True, error_model="numpy", parallel=True)
@@ -177,41 +151,21 @@ def unseal(pool, block_ids, kind, at, out, block_size):
     per_channel = kind[3]
     groups = head_dim if per_channel else block_size
     row_bytes = head_dim * kind[0] // 8
+    flat = pool.reshape(-1)
     for job in prange(len(block_ids) * kv_heads):
         index, head = job // kv_heads, job % kv_heads
-        block = pool[block_ids[index]]
+        block = block_ids[index] * pool.shape[1]
         scales, offsets = np.empty(groups, np.float32), np.empty(groups, np.float32)
-        _load_groups(block, at, head * groups, groups, kind, scales, offsets)
+        first = block + head * groups
+        read_groups(flat, first + at[1], first + at[2], _zero_step(kind), groups, scales, offsets)
         scratch = np.empty(block_size * head_dim, np.float32)
-        _load_codes(block, at[0] + head * block_size * row_bytes, block_size, head_dim, kind, scratch)
+        byte = block + at[0] + head * block_size * row_bytes
+        widen_codes(flat, byte, byte, block_size, head_dim, kind, scratch)
         for token in range(block_size):
             row = out[head, index * block_size + token]
             for d in range(head_dim):
                 group = d if per_channel else token
                 row[d] = scratch[token * head_dim + d] * scales[group] + offsets[group]
-
-
-@njit(cache=True, fastmath=FAST, error_model="numpy")
-def _scale_query(query, q_at, scales, offsets, heads, head_dim, scaled, shifts):
-    """Fold K's scales into the query, so that codes are read as they are; shifts[g] = query[g] . offsets comes to every score."""
-    for g in range(heads):
-        shift = np.float32(0.0)
-        for d in range(head_dim):
-            scaled[g * head_dim + d] = query[q_at + g * head_dim + d] * scales[d]
-            shift += query[q_at + g * head_dim + d] * offsets[d]
-        shifts[g] = shift
-
-
-@njit(cache=True, fastmath=FAST, error_model="numpy")
-def _scale_weights(weights, weights_at, stride, scales, offsets, heads, count, head_dim, out, out_at):
-    """Fold V's scales into the weights, and add to the output what the offsets come to."""
-    for g in range(heads):
-        shift = np.float32(0.0)
-        for t in range(count):
-            shift += weights[weights_at + g * stride + t] * offsets[t]
-            weights[weights_at + g * stride + t] *= scales[t]
-        for d in range(head_dim):
-            out[out_at + g * head_dim + d] += shift
 
 
 @njit(cache=True, parallel=True, error_model="numpy")
@@ -226,24 +180,25 @@ def decode(
     heads_at_a_time = shape[0] if units.shape[0] >= MANY_UNITS else 1
     jobs = shape[0] // heads_at_a_time
     (k_kind, at_k), (v_kind, at_v) = parts  # here: numba takes no nested tuples into a parallel loop
+    flat, flat_tails = pool.reshape(-1), tails.reshape(-1)
     for job in prange(units.shape[0] * jobs):
         unit, first_head = job // jobs, (job % jobs) * heads_at_a_time
-        seq = units[unit, 0]
+        seq, start, end = units[unit, 0], units[unit, 1], units[unit, 2]
         _decode_unit(
-            q, rows[seq], first_head, first_head + heads_at_a_time, shape, pool, k_kind, at_k, v_kind, at_v, tails[tail_slots[seq]],
-            tail_offsets, tail_starts[seq], tables[seq], units[unit, 1], units[unit, 2], scale,
-            partial[unit], peaks[unit], totals[unit],
+            q, rows[seq], first_head, first_head + heads_at_a_time, shape, flat, pool.shape[1], k_kind, at_k, v_kind, at_v,
+            flat_tails, tail_slots[seq] * tails.shape[1], tail_offsets, tail_starts[seq], tables, seq, start, end, scale,
+            partial, peaks, totals, unit,
         )  # fmt: skip
 
 
 @njit(cache=True, error_model="numpy")
 def _decode_unit(
-    q, row, first_head, last_head, shape, pool, k_kind, at_k, v_kind, at_v, tail, tail_offsets, tail_start, table, start, end,
-    scale, partial, peaks, totals,
+    q, row, first_head, last_head, shape, pool, block_bytes, k_kind, at_k, v_kind, at_v, tails, tail, tail_offsets, tail_start,
+    tables, seq, start, end, scale, partial, peaks, totals, unit,
 ):  # fmt: skip
-    """The tokens [start, end) of one sequence for KV heads [first_head, last_head). Tail, table and results are the unit's own."""
+    """The tokens [start, end) of one sequence for KV heads [first_head, last_head). Pool and tails are flat, its tail at ``tail``."""
     _, block_size, head_dim = shape
-    heads, tile, num_heads = partial.shape[1], block_size * head_dim, last_head - first_head
+    heads, tile, num_heads = partial.shape[2], block_size * head_dim, last_head - first_head
     stride = (end - start + LANES - 1) // LANES * LANES  # from one head's weights to the next's
     group = heads * head_dim
     query = np.empty(num_heads * group, np.float32)
@@ -251,53 +206,60 @@ def _decode_unit(
         query[i] = q[row, first_head * group + i] * scale
     weights = np.empty(num_heads * heads * stride, np.float32)
     out = np.zeros(num_heads * group, np.float32)
-    scratch = np.empty(tile, np.float32)
-    scaled, shifts = np.empty(group, np.float32), np.empty(heads, np.float32)
+    shifts = np.zeros(num_heads * heads, np.float32)  # what zeros add: to a head's scores, later to its output
+    scratch, scaled = np.empty(tile, np.float32), np.empty(group, np.float32)
     scales, offsets = np.empty(max(head_dim, block_size), np.float32), np.empty(max(head_dim, block_size), np.float32)
     first_index, last_index = start // block_size, (end - 1) // block_size
+    k_row, v_row = head_dim * k_kind[0] // 8, head_dim * v_kind[0] // 8
 
     for index in range(first_index, last_index + 1):
         first, last = max(start, index * block_size), min(end, (index + 1) * block_size)
         skip, count = first - index * block_size, last - first
+        block, following = tables[seq, index] * block_bytes, tables[seq, min(index + 1, last_index)] * block_bytes
         for i in range(num_heads):
             head, at = first_head + i, i * heads * stride + first - start
             if first >= tail_start:
-                key = tail_offsets[0] + head * tile + skip * head_dim
-                score_tile(query, i * group, heads, tail, key, count, tail, key, head_dim, weights, at, stride)
+                key = tail + tail_offsets[0] + head * tile + skip * head_dim
+                score_tile(query, i * group, heads, tails, key, count, tails, key, head_dim, weights, at, stride)
                 continue
-            block = pool[table[index]]
-            _load_groups(block, at_k, head * head_dim, head_dim, k_kind, scales, offsets)
-            _scale_query(query, i * group, scales, offsets, heads, head_dim, scaled, shifts)
-            byte = at_k[0] + (head * block_size + skip) * (head_dim * k_kind[0] // 8)
-            _load_codes(block, byte, count, head_dim, k_kind, scratch)
+            groups = block + head * head_dim
+            read_groups(pool, groups + at_k[1], groups + at_k[2], _zero_step(k_kind), head_dim, scales, offsets)
+            byte = at_k[0] + (head * block_size + skip) * k_row
+            for g in range(heads):
+                shift = fold_scales(query, i * group + g * head_dim, scales, offsets, head_dim, scaled, g * head_dim)
+                shifts[i * heads + g] = shift
+            widen_codes(pool, block + byte, following + byte, count, head_dim, k_kind, scratch)
             score_tile(scaled, 0, heads, scratch, 0, count, scratch, 0, head_dim, weights, at, stride)
             for g in range(heads):
-                for t in range(count):
-                    weights[at + g * stride + t] += shifts[g]
+                shift_row(weights, at + g * stride, count, shifts[i * heads + g])
 
     result = np.empty(2, np.float32)
     for i in range(num_heads):
         for g in range(heads):
             softmax_row(weights, (i * heads + g) * stride, end - start, result)
-            peaks[first_head + i, g], totals[first_head + i, g] = result[0], result[1]
+            peaks[unit, first_head + i, g], totals[unit, first_head + i, g] = result[0], result[1]
 
+    shifts[:] = np.float32(0.0)
     for index in range(first_index, last_index + 1):
         first, last = max(start, index * block_size), min(end, (index + 1) * block_size)
         skip, count = first - index * block_size, last - first
+        block, following = tables[seq, index] * block_bytes, tables[seq, min(index + 1, last_index)] * block_bytes
         for i in range(num_heads):
             head, at = first_head + i, i * heads * stride + first - start
             if first >= tail_start:
-                value = tail_offsets[1] + head * tile + skip * head_dim
-                weigh_tile(weights, at, heads, stride, tail, value, count, tail, value, head_dim, out, i * group)
+                value = tail + tail_offsets[1] + head * tile + skip * head_dim
+                weigh_tile(weights, at, heads, stride, tails, value, count, tails, value, head_dim, out, i * group)
                 continue
-            block = pool[table[index]]
-            _load_groups(block, at_v, head * block_size + skip, count, v_kind, scales, offsets)
-            _scale_weights(weights, at, stride, scales, offsets, heads, count, head_dim, out, i * group)
-            byte = at_v[0] + (head * block_size + skip) * (head_dim * v_kind[0] // 8)
-            _load_codes(block, byte, count, head_dim, v_kind, scratch)
+            groups = block + head * block_size + skip
+            read_groups(pool, groups + at_v[1], groups + at_v[2], _zero_step(v_kind), count, scales, offsets)
+            byte = at_v[0] + (head * block_size + skip) * v_row
+            for g in range(heads):
+                row_at = at + g * stride
+                shifts[i * heads + g] += fold_scales(weights, row_at, scales, offsets, count, weights, row_at)
+            widen_codes(pool, block + byte, following + byte, count, head_dim, v_kind, scratch)
             weigh_tile(weights, at, heads, stride, scratch, 0, count, scratch, 0, head_dim, out, i * group)
 
     for i in range(num_heads):
         for g in range(heads):
             for d in range(head_dim):
-                partial[first_head + i, g, d] = out[i * group + g * head_dim + d]
+                partial[unit, first_head + i, g, d] = out[i * group + g * head_dim + d] + shifts[i * heads + g]

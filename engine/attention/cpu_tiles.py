@@ -6,74 +6,83 @@ element of K and V is loaded once for all of them. Results depend on the tile al
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.attention.emit import INT, Emitter, constant
+from engine.attention.emit import INDEX, INT, Emitter, constant
 
 LANES = 8  # float32 in an AVX2 register, of which there are sixteen
 MAX_HEADS = 3  # 3 heads x 4 vectors of sums leave four registers for the operands
+TOKENS = 4  # scores of one head at a time
+VECTORS = 4  # of a weighted sum at a time
 LOG2_E = 1.4426950408889634
 
 # Taylor series of 2^f on [-1/2, 1/2], highest power first
 EXP2_COEFFICIENTS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
 
 
-def _dot_products(num_heads: int, num_tokens: int):
-    """scores[g * score_stride + t] = q[g] . k[t] for that many heads and tokens; fetches the same lines of ``ahead`` meanwhile.
+@intrinsic
+def _dot_products(
+    typing_context, q, q_at, num_heads, k, k_at, num_tokens, ahead, ahead_at, head_dim, scores, scores_at, stride
+):
+    """scores[g * stride + t] = q[g] . k[t] for up to MAX_HEADS heads and TOKENS tokens or one; fetches the same rows of ``ahead``.
 
-    q and k are rows of head_dim elements, one after the other.
+    q, k and ahead are rows of head_dim elements, one after the other.
     """
-    pairs = [(g, t) for g in range(num_heads) for t in range(num_tokens)]
 
-    @intrinsic
-    def kernel(typing_context, q, q_at, k, k_at, ahead, ahead_at, head_dim, scores, scores_at, score_stride):
-        def codegen(context, builder, signature, arguments):
-            emit = Emitter(context, builder, signature, arguments)
-            q_rows = _rows(emit, emit.pointer(0, 1), arguments[6], num_heads)
-            k_rows = _rows(emit, emit.pointer(2, 3), arguments[6], num_tokens)
-            next_rows = _rows(emit, emit.pointer(4, 5), arguments[6], num_tokens)
+    def codegen(context, builder, signature, arguments):
+        emit = Emitter(context, builder, signature, arguments)
+        for shape in product(range(MAX_HEADS, 0, -1), (TOKENS, 1)):
+            is_this = [builder.icmp_signed("==", arguments[i], INDEX(n)) for i, n in zip((2, 5), shape, strict=True)]
+            with builder.if_then(builder.and_(*is_this)):
+                _emit_dot_products(emit, arguments, *shape)
+        return context.get_dummy_value()
 
-            def accumulate(lanes):
-                def body(d, sums):
-                    queries = [emit.load(emit.at(row, d), lanes) for row in q_rows]
-                    sums = list(sums)
-                    for t, row in enumerate(k_rows):
-                        key = emit.load(emit.at(row, d), lanes)
-                        for g, query in enumerate(queries):
-                            sums[g * num_tokens + t] = emit.fma(query, key, sums[g * num_tokens + t])
-                    return sums
+    index = types.intp
+    return types.void(q, index, index, k, index, index, ahead, index, index, scores, index, index), codegen
 
-                return body
 
-            def two_steps(d, sums):
-                for row in next_rows:
-                    emit.prefetch(emit.at(row, d), 3)
-                return accumulate(LANES)(emit.add(d, LANES), accumulate(LANES)(d, sums))
+def _emit_dot_products(emit, arguments, num_heads, num_tokens):
+    builder, end = emit.builder, arguments[8]
+    q_rows = _rows(emit, emit.pointer(0, 1), end, num_heads)
+    k_rows = _rows(emit, emit.pointer(3, 4), end, num_tokens)
+    next_rows = _rows(emit, emit.pointer(6, 7), end, num_tokens)
 
-            end = arguments[6]
-            pair, single = emit.whole(end, 2 * LANES), emit.whole(end, LANES)
-            sums = emit.loop(0, pair, 2 * LANES, [constant(0.0, LANES)] * len(pairs), two_steps)
-            sums = emit.loop(pair, single, LANES, sums, accumulate(LANES))
-            sums = [_fold_lanes(builder, total, builder.fadd) for total in sums]
-            sums = emit.loop(single, end, 1, sums, accumulate(1))
-            for (g, t), total in zip(pairs, sums, strict=True):
-                emit.store(total, emit.at(emit.pointer(7, 8), emit.add(emit.mul(arguments[9], g), t)))
-            return context.get_dummy_value()
+    def accumulate(lanes):
+        def body(d, sums):
+            queries = [emit.load(emit.at(row, d), lanes) for row in q_rows]
+            sums = list(sums)
+            for t, row in enumerate(k_rows):  # one key at a time: there are no registers for more
+                key = emit.load(emit.at(row, d), lanes)
+                for g, query in enumerate(queries):
+                    sums[g * num_tokens + t] = emit.fma(query, key, sums[g * num_tokens + t])
+            return sums
 
-        index = types.intp
-        return types.void(q, index, k, index, ahead, index, index, scores, index, index), codegen
+        return body
 
-    return kernel
+    def two_steps(d, sums):
+        for row in next_rows:
+            emit.prefetch(emit.at(row, d), 3)
+        return accumulate(LANES)(emit.add(d, LANES), accumulate(LANES)(d, sums))
+
+    pair, single = emit.whole(end, 2 * LANES), emit.whole(end, LANES)
+    sums = emit.loop(0, pair, 2 * LANES, [constant(0.0, LANES)] * (num_heads * num_tokens), two_steps)
+    sums = emit.loop(pair, single, LANES, sums, accumulate(LANES))
+    sums = [fold_lanes(builder, total, builder.fadd) for total in sums]
+    sums = emit.loop(single, end, 1, sums, accumulate(1))
+    for (g, t), total in zip(product(range(num_heads), range(num_tokens)), sums, strict=True):
+        emit.store(total, emit.at(emit.pointer(9, 10), emit.add(emit.mul(arguments[11], g), t)))
 
 
 def _rows(emit, pointer, stride, count):
     return [emit.at(pointer, emit.mul(stride, row)) for row in range(count)]
 
 
-def _fold_lanes(builder, vector, join):
+def fold_lanes(builder, vector, join):
     """All lanes joined into one, halves first, as a vector of one lane."""
     count = vector.type.count
     while count > 1:
@@ -88,53 +97,61 @@ def _fold_lanes(builder, vector, join):
     return vector
 
 
-def _weighted_sum(num_heads: int, num_vectors: int, lanes: int):
-    """out[g * out_stride + d] += sum_t weights[g * weight_stride + t] * v[t * head_dim + d] for that many heads and elements d."""
+@intrinsic
+def _weighted_sum(
+    typing_context,
+    weights,
+    weights_at,
+    num_heads,
+    stride,
+    v,
+    v_at,
+    num_elements,
+    ahead,
+    ahead_at,
+    head_dim,
+    num_tokens,
+    out,
+    out_at,
+):
+    """out[g * head_dim + d] += sum_t weights[g * stride + t] * v[t * head_dim + d] for up to MAX_HEADS heads and ``num_elements`` d:
+    VECTORS whole vectors, one, or one element."""
 
-    @intrinsic
-    def kernel(
-        typing_context,
-        weights,
-        weights_at,
-        weight_stride,
-        v,
-        v_at,
-        ahead,
-        ahead_at,
-        head_dim,
-        num_tokens,
-        out,
-        out_at,
-        out_stride,
-    ):
-        def codegen(context, builder, signature, arguments):
-            emit = Emitter(context, builder, signature, arguments)
-            weight_rows = _rows(emit, emit.pointer(0, 1), arguments[2], num_heads)
-            value, following = emit.pointer(3, 4), emit.pointer(5, 6)
-            out_rows = _rows(emit, emit.pointer(9, 10), arguments[11], num_heads)
-            targets = [emit.at(row, lanes * i) for row in out_rows for i in range(num_vectors)]
+    def codegen(context, builder, signature, arguments):
+        emit = Emitter(context, builder, signature, arguments)
+        for num_heads, (num_vectors, lanes) in product(range(MAX_HEADS, 0, -1), ((VECTORS, LANES), (1, LANES), (1, 1))):
+            is_this = [builder.icmp_signed("==", arguments[i], INDEX(n)) for i, n in ((2, num_heads), (6, num_vectors * lanes))]
+            with builder.if_then(builder.and_(*is_this)):
+                _emit_weighted_sum(emit, arguments, num_heads, num_vectors, lanes)
+        return context.get_dummy_value()
 
-            def body(t, sums):
-                row = emit.mul(t, arguments[7])
-                for i in range(0, num_vectors, 2):
-                    emit.prefetch(emit.at(following, emit.add(row, lanes * i)), 3)
-                factors = [emit.splat(emit.at(weight_row, t), lanes) for weight_row in weight_rows]
-                sums = list(sums)
-                for i in range(num_vectors):
-                    element = emit.load(emit.at(value, emit.add(row, lanes * i)), lanes)
-                    for g, factor in enumerate(factors):
-                        sums[g * num_vectors + i] = emit.fma(factor, element, sums[g * num_vectors + i])
-                return sums
+    index = types.intp
+    return types.void(weights, index, index, index, v, index, index, ahead, index, index, index, out, index), codegen
 
-            sums = emit.loop(0, arguments[8], 1, [emit.load(target, lanes) for target in targets], body)
-            for total, target in zip(sums, targets, strict=True):
-                emit.store(total, target)
-            return context.get_dummy_value()
 
-        index = types.intp
-        return types.void(weights, index, index, v, index, ahead, index, index, index, out, index, index), codegen
+def _emit_weighted_sum(emit, arguments, num_heads, num_vectors, lanes):
+    head_dim = arguments[9]
+    weight_rows = _rows(emit, emit.pointer(0, 1), arguments[3], num_heads)
+    value, following = emit.pointer(4, 5), emit.pointer(7, 8)
+    out_rows = _rows(emit, emit.pointer(11, 12), head_dim, num_heads)
+    targets = [emit.at(row, lanes * i) for row in out_rows for i in range(num_vectors)]
 
-    return kernel
+    def body(t, sums):
+        row = emit.mul(t, head_dim)
+        places = [emit.add(row, lanes * i) for i in range(num_vectors)]
+        for place in places[::2]:
+            emit.prefetch(emit.at(following, place), 3)
+        factors = [emit.splat(emit.at(weight_row, t), lanes) for weight_row in weight_rows]
+        sums = list(sums)
+        for i, place in enumerate(places):
+            number = emit.load(emit.at(value, place), lanes)
+            for g, factor in enumerate(factors):
+                sums[g * num_vectors + i] = emit.fma(factor, number, sums[g * num_vectors + i])
+        return sums
+
+    sums = emit.loop(0, arguments[10], 1, [emit.load(target, lanes) for target in targets], body)
+    for total, target in zip(sums, targets, strict=True):
+        emit.store(total, target)
 
 
 @intrinsic
@@ -148,7 +165,7 @@ def _softmax(typing_context, row, row_at, num_padded, result):
             0, end, LANES, [constant(float("-inf"), LANES)],
             lambda t, best: [emit.maximum(emit.load(emit.at(scores, t), LANES), best[0])],
         )  # fmt: skip
-        peak = _fold_lanes(builder, peaks[0], emit.maximum)
+        peak = fold_lanes(builder, peaks[0], emit.maximum)
         emit.store(peak, emit.pointer(3))
         zeros = ir.Constant(ir.VectorType(INT, LANES), [INT(0)] * LANES)
         shift = builder.fmul(builder.shuffle_vector(peak, peak, zeros), constant(-LOG2_E, LANES))
@@ -159,7 +176,7 @@ def _softmax(typing_context, row, row_at, num_padded, result):
             return [builder.fadd(total[0], weight)]
 
         total = emit.loop(0, end, LANES, [constant(0.0, LANES)], body)
-        emit.store(_fold_lanes(builder, total[0], builder.fadd), emit.at(emit.pointer(3), 1))
+        emit.store(fold_lanes(builder, total[0], builder.fadd), emit.at(emit.pointer(3), 1))
         return context.get_dummy_value()
 
     return types.void(row, types.intp, types.intp, result), codegen
@@ -180,13 +197,6 @@ def _exp2(emit, x):
     return builder.fmul(power, builder.bitcast(bits, x.type))
 
 
-_dots_3x4, _dots_2x4, _dots_1x4 = (_dot_products(heads, 4) for heads in (3, 2, 1))
-_dots_3x1, _dots_2x1, _dots_1x1 = (_dot_products(heads, 1) for heads in (3, 2, 1))
-_sums_3x4, _sums_2x4, _sums_1x4 = (_weighted_sum(heads, 4, LANES) for heads in (3, 2, 1))
-_sums_3x1, _sums_2x1, _sums_1x1 = (_weighted_sum(heads, 1, LANES) for heads in (3, 2, 1))
-_sums_3, _sums_2, _sums_1 = (_weighted_sum(heads, 1, 1) for heads in (3, 2, 1))
-
-
 @njit(cache=True, error_model="numpy", inline="always")
 def _group_size(remaining):
     """How many heads to take at once: 4 are taken as 2 and 2."""
@@ -204,25 +214,15 @@ def score_tile(q, q_at, heads, k, k_at, num_tokens, ahead, ahead_at, head_dim, s
     g = 0
     while g < heads:
         size = _group_size(heads - g)
-        at, target, t = q_at + g * head_dim, scores_at + g * stride, 0
+        t = 0
         while t < num_tokens:
+            count = TOKENS if num_tokens - t >= TOKENS else 1
             token = t * head_dim
-            if num_tokens - t >= 4:
-                if size == 3:
-                    _dots_3x4(q, at, k, k_at + token, ahead, ahead_at + token, head_dim, scores, target + t, stride)
-                elif size == 2:
-                    _dots_2x4(q, at, k, k_at + token, ahead, ahead_at + token, head_dim, scores, target + t, stride)
-                else:
-                    _dots_1x4(q, at, k, k_at + token, ahead, ahead_at + token, head_dim, scores, target + t, stride)
-                t += 4
-            else:
-                if size == 3:
-                    _dots_3x1(q, at, k, k_at + token, ahead, ahead_at + token, head_dim, scores, target + t, stride)
-                elif size == 2:
-                    _dots_2x1(q, at, k, k_at + token, ahead, ahead_at + token, head_dim, scores, target + t, stride)
-                else:
-                    _dots_1x1(q, at, k, k_at + token, ahead, ahead_at + token, head_dim, scores, target + t, stride)
-                t += 1
+            _dot_products(
+                q, q_at + g * head_dim, size, k, k_at + token, count, ahead, ahead_at + token, head_dim,
+                scores, scores_at + g * stride + t, stride,
+            )  # fmt: skip
+            t += count
         g += size
 
 
@@ -232,50 +232,14 @@ def weigh_tile(weights, weights_at, heads, stride, v, v_at, num_tokens, ahead, a
     g = 0
     while g < heads:
         size = _group_size(heads - g)
-        w, target, d = weights_at + g * stride, out_at + g * head_dim, 0
+        d = 0
         while d < head_dim:
-            if head_dim - d >= 4 * LANES:
-                if size == 3:
-                    _sums_3x4(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                elif size == 2:
-                    _sums_2x4(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                else:
-                    _sums_1x4(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                d += 4 * LANES
-            elif head_dim - d >= LANES:
-                if size == 3:
-                    _sums_3x1(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                elif size == 2:
-                    _sums_2x1(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                else:
-                    _sums_1x1(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                d += LANES
-            else:
-                if size == 3:
-                    _sums_3(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                elif size == 2:
-                    _sums_2(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                else:
-                    _sums_1(
-                        weights, w, stride, v, v_at + d, ahead, ahead_at + d, head_dim, num_tokens, out, target + d, head_dim
-                    )
-                d += 1
+            count = VECTORS * LANES if head_dim - d >= VECTORS * LANES else LANES if head_dim - d >= LANES else 1
+            _weighted_sum(
+                weights, weights_at + g * stride, size, stride, v, v_at + d, count, ahead, ahead_at + d, head_dim, num_tokens,
+                out, out_at + g * head_dim + d,
+            )  # fmt: skip
+            d += count
         g += size
 
 

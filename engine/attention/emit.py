@@ -1,7 +1,7 @@
 """Writes LLVM instructions for numba intrinsics: vectors, fused multiply-adds, and loops whose running values stay in registers.
 
 For inner loops that LLVM does not keep in registers by itself, and without numba's test of every index for being negative, which
-halves the bytes a second that a loop reads. Knows float32 only, and nothing of what the loops compute.
+halves the bytes a second that a loop reads. Knows float32 and bytes, and nothing of what the loops compute.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 from numba.core import cgutils
 
-FLOAT, INT, INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_BYTE_POINTER = ir.IntType(8).as_pointer()
+FLOAT, INT, INDEX, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
+_BYTE_POINTER = BYTE.as_pointer()
 
 
 class Emitter:
-    """Emits at the builder's present place. Pointers are to float32; counts and offsets are in elements."""
+    """Emits at the builder's present place. Pointers are to float32 unless ``element`` says BYTE; offsets are in elements."""
 
     def __init__(self, context, builder, signature, arguments):
         self.builder = builder
         self._context, self._types, self._arguments = context, signature.args, arguments
 
-    def pointer(self, array, offset=None):
-        """The address of argument number ``array``, a contiguous float32 array, plus argument number ``offset``."""
+    def pointer(self, array, offset=None, element=FLOAT):
+        """The address of argument number ``array``, a contiguous array of such elements, plus argument number ``offset``."""
         data = self._context.make_array(self._types[array])(self._context, self.builder, self._arguments[array]).data
-        return data if offset is None else self.at(data, self._arguments[offset])
+        return data if offset is None else self.at(data, self._arguments[offset], element)
 
     def length(self, array, axis):
         shaped = self._context.make_array(self._types[array])(self._context, self.builder, self._arguments[array])
         return cgutils.unpack_tuple(self.builder, shaped.shape)[axis]
 
-    def at(self, pointer, index):
-        return self.builder.gep(pointer, [as_index(index)], source_etype=FLOAT)
+    def at(self, pointer, index, element=FLOAT):
+        return self.builder.gep(pointer, [as_index(index)], source_etype=element)
 
     def add(self, a, b):
         return self.builder.add(as_index(a), as_index(b))
@@ -47,6 +47,15 @@ class Emitter:
     def load(self, pointer, lanes):
         return self.builder.load(self._as_vector(pointer, lanes), typ=ir.VectorType(FLOAT, lanes), align=4)
 
+    def load_bytes(self, pointer, lanes):
+        """Bytes as 32-bit integers from 0 to 255."""
+        bytes_type = ir.VectorType(BYTE, lanes)
+        codes = self.builder.load(self.builder.bitcast(pointer, bytes_type.as_pointer()), typ=bytes_type, align=1)
+        return self.builder.zext(codes, ir.VectorType(INT, lanes))
+
+    def to_float(self, numbers):
+        return self.builder.sitofp(numbers, ir.VectorType(FLOAT, numbers.type.count))
+
     def store(self, value, pointer):
         self.builder.store(value, self._as_vector(pointer, value.type.count), align=4)
 
@@ -55,8 +64,12 @@ class Emitter:
 
     def splat(self, pointer, lanes):
         """The number at ``pointer`` in every lane."""
+        return self.spread(self.builder.load(pointer, typ=FLOAT), lanes)
+
+    def spread(self, number, lanes):
+        """A float32 in every lane."""
         undefined = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
-        first = self.builder.insert_element(undefined, self.builder.load(pointer, typ=FLOAT), INT(0))
+        first = self.builder.insert_element(undefined, number, INT(0))
         return self.builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(INT, lanes), [INT(0)] * lanes))
 
     def fma(self, a, b, c):
@@ -106,6 +119,10 @@ class Emitter:
 
 def constant(value: float, lanes: int) -> ir.Constant:
     return ir.Constant(ir.VectorType(FLOAT, lanes), [FLOAT(value)] * lanes)
+
+
+def integers(value: int, lanes: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(INT, lanes), [INT(value)] * lanes)
 
 
 def as_index(value):

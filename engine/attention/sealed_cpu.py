@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.attention import cpu_kernels, cpu_sealed_kernels
-from engine.attention.cpu import QUERIES_AT_A_TIME, DecodePlan, plan_decode
+from engine.attention.cpu import QUERIES_AT_A_TIME, DecodePlan, contiguous, plan_decode
 from engine.attention.metadata import AttentionWork, WorkItem
 from engine.attention.sealed_reference import SealedReferenceAttention
 from engine.kv.format import KVFormat, SealedParts, SealedType
@@ -147,12 +147,12 @@ class SealedCPUAttention:
     ) -> None:
         """Store the new rows, attend, and seal the blocks that are full now."""
         plan, fmt = decode.plan, self._format
-        q, k, v = (x.flatten(1).float().numpy() for x in qkv)
+        k, v = (x.flatten(1).float().numpy() for x in qkv[1:])
         pool, tails, shape, scale, parts, offsets = self._cache_arguments[layer]
         rows = plan.rows
         cpu_kernels.store_kv(k[rows], v[rows], decode.tail_rows, tails, *offsets, fmt.block_size, fmt.head_dim)
         cpu_sealed_kernels.decode(
-            q, rows, shape, pool, parts, tails, offsets, decode.tail_slots, decode.tail_starts, plan.tables,
+            contiguous(qkv[0]), rows, shape, pool, parts, tails, offsets, decode.tail_slots, decode.tail_starts, plan.tables,
             plan.units, scale, plan.partial, plan.peaks, plan.totals,
         )  # fmt: skip
         wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)

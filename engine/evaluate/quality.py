@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.backend import choose_backend
-from engine.attention.sealing import encode_scales
+from engine.attention.sealing import seal
 from engine.config import CacheConfig
-from engine.kv.format import KVFormat
+from engine.kv.format import SEALED_TYPES, KVFormat
 from engine.kv.offload import HostBuffer
 from engine.kv.storage import KVStorage
 from engine.load import build_runner, kv_format
@@ -90,12 +90,16 @@ class Reader:
             storage.elements.normal_()
             return
         storage.tails.normal_()
-        storage.bytes.random_(0, 256)
+        tile = torch.randn((64, fmt.num_kv_heads, fmt.block_size, fmt.head_dim))
+        picked = torch.arange(len(storage.bytes)) % len(tile)
+        sealed = {kind: seal(tile, kind) for kind in SEALED_TYPES[fmt.dtype]}
         for layer in range(fmt.num_layers):
             for parts in fmt.sealed(layer):
-                storage.part(parts.scales).fill_(int(encode_scales(torch.tensor([2.0**-6]))))
-                if parts.zeros is not None:
-                    storage.part(parts.zeros).fill_(128)
+                content = sealed[parts.kind]
+                storage.part(parts.codes)[:] = content.codes[picked]
+                storage.part(parts.scales)[:] = content.scales[picked]
+                if parts.zeros is not None and content.zeros is not None:
+                    storage.part(parts.zeros)[:] = content.zeros[picked]
 
 
 def open_readers(

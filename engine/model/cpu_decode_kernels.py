@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
-from engine.attention.cpu_kernels import decode, merge, store_kv
+from engine.attention.cpu_kernels import FLOAT32, decode, merge, store_kv
 from engine.model.cpu_matmul import matmul
 from engine.model.cpu_ops_kernels import add_bias, add_rms_norm, rotate, silu_mul
 
@@ -28,8 +29,10 @@ def decode_layer(x, residual, weights, next_norm, eps, cos, sin, cache, plan, ro
     rotate(qkv, cos, sin, q_size // head_dim, kv_heads, head_dim, q_norm, k_norm, eps)
     k, v = qkv[:, q_size : q_size + kv_size], qkv[:, q_size + kv_size :]
     store_kv(k, v, slots, pool, k_offset, v_offset, block_size, head_dim)
-    q = qkv[:, :q_size]
-    decode(q, rows, kv_heads, head_dim, pool, k_offset, v_offset, tables, units, scale, block_size, partial, peaks, totals)
+    decode(
+        qkv, rows, kv_heads, head_dim, pool.view(np.uint8), FLOAT32, k_offset, v_offset, tables, units, scale, block_size,
+        partial, peaks, totals,
+    )  # fmt: skip
     merge(partial, peaks, totals, first_unit, rows, attended)
     matmul(attended, o_weight, x)
     add_bias(x, o_bias)

@@ -28,9 +28,22 @@ def sealed_decode_layer(x, residual, weights, next_norm, eps, cos, sin, cache, p
     rotate(qkv, cos, sin, q_size // head_dim, kv_heads, head_dim, q_norm, k_norm, eps)
     k, v = qkv[:, q_size : q_size + kv_size], qkv[:, q_size + kv_size :]
     store_kv(k, v, tail_rows, tails, tail_offsets[0], tail_offsets[1], block_size, head_dim)
-    q = qkv[:, :q_size]
     decode(
-        q, rows, shape, pool, parts, tails, tail_offsets, tail_slots, tail_starts, tables, units, scale, partial, peaks, totals
+        qkv,
+        rows,
+        shape,
+        pool,
+        parts,
+        tails,
+        tail_offsets,
+        tail_slots,
+        tail_starts,
+        tables,
+        units,
+        scale,
+        partial,
+        peaks,
+        totals,
     )
     merge(partial, peaks, totals, first_unit, rows, attended)
     if len(full_ids):
