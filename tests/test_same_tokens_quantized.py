@@ -18,8 +18,6 @@ from engine.sched.pressure import recompute_newest
 from engine.stats import Admission
 from tests.tiny_folder import make_folder, one_thread
 
-pytestmark = pytest.mark.all_cores
-
 __all__ = ["one_thread"]
 
 REQUEST_NUMBERS = itertools.count()
@@ -175,6 +173,7 @@ def test_from_host_memory_and_from_files_after_a_restart(tiny: Path, tmp_path: P
     assert after[0].disk >= 16, "the process that knew them is gone, its files are not"
 
 
+@pytest.mark.all_cores
 @pytest.mark.parametrize(("dtype", "others"), [("int8", [("cpu", 7), ("reference", 64)]), ("int4", [("reference", 7)])])
 def test_smollm2_however_it_is_run(smollm2_path: Path, dtype: str, others: list[tuple[str, int]]) -> None:
     llm = make_llm(smollm2_path, dtype, memory_bytes=128 * 2**20)

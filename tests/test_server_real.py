@@ -22,7 +22,8 @@ from tests.tiny_folder import VOCAB_SIZE, make_folder
 
 BLOCK_SIZE = 4
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # K and V, 3 layers, 2 KV heads of 8, float32
-FLAGS = ("--block-size", str(BLOCK_SIZE), "--kv-cache-memory", str(26_000 * TOKEN_BYTES), "--served-model-name", "tiny")
+FLAGS = ("--block-size", str(BLOCK_SIZE), "--kv-cache-memory", str(16_000 * TOKEN_BYTES), "--served-model-name", "tiny")
+EIGHT_FIT = {"max_tokens": 1900}  # of them side by side, to their ends
 LONG = {"max_tokens": 3000, "ignore_eos": True, "temperature": 2.0}
 
 
@@ -256,7 +257,7 @@ def test_killing_the_engine_during_8_streams(server: RealServer) -> None:
     old_engine = server.engine
     started = [threading.Event() for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(stream_events, server, started[i], prompt=[3, i], **LONG) for i in range(8)]
+        streams = [pool.submit(stream_events, server, started[i], prompt=[3, i], **LONG | EIGHT_FIT) for i in range(8)]
         assert all(event.wait(20) for event in started)
         old_engine.send_signal(signal.SIGKILL)
         ends = [stream.result(timeout=5) for stream in streams]

@@ -13,8 +13,6 @@ from engine.attention.metadata import AttentionWork, WorkItem
 from engine.kv.format import KVFormat
 from engine.kv.storage import KVStorage
 
-pytestmark = pytest.mark.all_cores
-
 BACKENDS = ("reference", "cpu")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 

@@ -106,11 +106,11 @@ def test_a_tenants_drop_of_the_public_prefix_leaves_it_and_others_in_the_tiers()
 def test_what_went_down_and_came_back_is_labelled_host_never_evicted_and_can_be_pinned() -> None:
     setup = evicted(max_files=0)
     manager = setup.core.scheduler.manager
-    manager.operator.pins.limits = PinLimits(8, 5, 1)
     control, command = CacheControl(manager), PinPrefix("p", NS, tuple(prompt_of(1, 20)), 0, 60.0)
     assert not isinstance(control.apply(command), Pinned)
     admission = setup.ask("c", prompt_of(1, 21), max_tokens=1)  # what the server does then
     assert (admission.sources.host, admission.sources.evicted, admission.sources.unseen) == (20, 0, 1)
+    manager.operator.pins.limits = PinLimits(8, 5, 1)
     assert isinstance(control.apply(command), Pinned)
     manager.check_integrity()  # ghosts too
     assert isinstance(setup.disk, FakeDisk)

@@ -173,17 +173,20 @@ def test_a_less_important_request_never_goes_first(seed: int, num_blocks: int) -
 
 
 @settings(deadline=None, max_examples=10)
-@given(seed=SEEDS, num_blocks=st.sampled_from((16, 40)))
-def test_two_tenants_under_constant_load_are_served_alike(seed: int, num_blocks: int) -> None:
-    """Whatever they ask for and however many: apart by no more than what each may have under way, while both wait."""
+@given(seed=SEEDS)
+def test_two_tenants_under_constant_load_are_served_alike(seed: int) -> None:
+    """Whatever they ask for and however many: apart by no more than what each may have under way, while both wait.
+
+    There is room for all that run: without it, small requests may overtake large ones, whoever's they are.
+    """
     rng = random.Random(seed)
     num_seqs, longest = 3, 24
-    scheduler = make_scheduler(num_blocks=num_blocks, block_size=2, budget=12, max_num_seqs=num_seqs)
+    scheduler = make_scheduler(num_blocks=40, block_size=2, budget=12, max_num_seqs=num_seqs)
     core, _ = make_core(scheduler)
     requests: dict[str, Request] = {}
     served = Counter({"x": 0, "y": 0})
     bound = 2 * num_seqs * longest
-    depth = {"x": 2, "y": 20}  # y has more in the queue, always
+    depth = {"x": num_seqs + 1, "y": 20}  # both have more in the queue than a step can admit, y has more
     length = {"x": (rng.randrange(1, 12), rng.randrange(1, 12)), "y": (rng.randrange(1, 12), rng.randrange(1, 12))}
     for _ in range(400):
         for tenant, count in depth.items():
