@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engine.errors import DamagedModelError, UnsupportedModelError
-from engine.model_config import LLAMA, QWEN2, QWEN3, ModelConfig, RopeConfig
+from engine.model_config import LLAMA, QWEN2, QWEN3, ModelConfig
 from engine.model_fields import Fields, shared_head_dim, shown, token_id
+from engine.rope_config import RopeConfig
 
 GGUF_ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 
@@ -110,8 +111,8 @@ def _rope(fields: Fields, head_dim: int, factors: Sequence[float] | None) -> Rop
             raise fields.unsupported("rope.scaling.type", scaling, " together with a rope_freqs.weight tensor")
         return _llama3_rope(theta, head_dim, factors)
     if scaling == "linear":
-        return RopeConfig(rope_type="linear", theta=theta, rotary_dim=head_dim, factor=factor)
-    return RopeConfig(rope_type="default", theta=theta, rotary_dim=head_dim)
+        return RopeConfig(rope_type="linear", theta=theta, head_dim=head_dim, rotary_dim=head_dim, factor=factor)
+    return RopeConfig(rope_type="default", theta=theta, head_dim=head_dim, rotary_dim=head_dim)
 
 
 def _llama3_rope(theta: float, head_dim: int, factors: Sequence[float]) -> RopeConfig:
@@ -133,9 +134,10 @@ def _llama3_rope(theta: float, head_dim: int, factors: Sequence[float]) -> RopeC
     return RopeConfig(
         rope_type="llama3",
         theta=theta,
+        head_dim=head_dim,
         rotary_dim=head_dim,
         factor=factor,
-        original_max_position_embeddings=original,
+        original_len=original,
         low_freq_factor=low,
         high_freq_factor=high,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from engine.model_config import LLAMA, MISTRAL, QWEN2, QWEN3, ModelConfig, RopeConfig
+from engine.model_config import LLAMA, MISTRAL, QWEN2, QWEN3, ModelConfig
 from engine.model_fields import Fields, shared_head_dim, shown, token_id
+from engine.rope_config import read_rope
 
 MODEL_TYPES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
 
@@ -30,7 +31,6 @@ _HARMLESS: Mapping[str, Collection[Any] | None] = {
     **dict.fromkeys(_NEVER_MATTER),
     "pretraining_tp": (1,),
     "hidden_act": ("silu", "swish"),
-    "rope_interleaved": (False,),
     "use_mrope": (False,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
@@ -56,7 +56,7 @@ def read_hf_config(config: Mapping[str, Any], generation_config: Mapping[str, An
     architecture = _architecture(fields)
     _refuse_quantization(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers, max_position_embeddings = fields.integer("num_hidden_layers"), fields.integer("max_position_embeddings")
     head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
     attention_bias = _bias(fields, "attention_bias", architecture in (LLAMA, QWEN3))
     result = ModelConfig(
@@ -69,8 +69,8 @@ def read_hf_config(config: Mapping[str, Any], generation_config: Mapping[str, An
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
-        rope=_rope(fields, head_dim),
+        max_position_embeddings=max_position_embeddings,
+        rope=read_rope(fields, head_dim, max_position_embeddings),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=_dtype(fields),
         qkv_bias=attention_bias or architecture == QWEN2,
@@ -168,56 +168,3 @@ def _window(fields: Fields, architecture: str, num_layers: int) -> tuple[int | N
     in_use = fields.boolean("use_sliding_window", architecture == MISTRAL)
     first_sliding = 0 if architecture == MISTRAL else fields.integer("max_window_layers", 28, minimum=0)
     return (window, first_sliding) if in_use and window is not None else (None, num_layers)
-
-
-def _rope(fields: Fields, head_dim: int) -> RopeConfig:
-    """Both spellings: ``rope_parameters`` (transformers 5), and ``rope_scaling`` beside a top-level ``rope_theta``."""
-    scaling, parameters = fields.take("rope_scaling") or {}, fields.take("rope_parameters") or {}
-    if scaling and parameters and scaling != parameters:
-        raise fields.damaged("rope_scaling and rope_parameters are both given and differ")
-    name, values = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
-    if not isinstance(values, dict):
-        raise fields.damaged(f"{name} must be an object, got {shown(values)}")
-    theta = None if fields.take("rope_theta") is None else fields.number("rope_theta")
-    _refuse_partial_rotary(fields)
-    return _rope_from(Fields(f"config.json: {name}", values), theta, head_dim)
-
-
-def _refuse_partial_rotary(fields: Fields) -> None:
-    factor = fields.take("partial_rotary_factor")
-    if factor is not None and factor != 1:
-        raise fields.unsupported("partial_rotary_factor", factor)
-
-
-def _rope_from(rope: Fields, outer_theta: float | None, head_dim: int) -> RopeConfig:
-    rope_type = _rope_type(rope)
-    theta = outer_theta if rope.take("rope_theta") is None else rope.number("rope_theta")
-    if outer_theta is not None and theta != outer_theta:
-        raise rope.damaged(f"rope_theta is {theta}, but {outer_theta} at the top level")
-    if theta is None and rope_type == "llama3":
-        raise rope.damaged("rope_theta is missing")
-    _refuse_partial_rotary(rope)
-    scaled, bands = rope_type != "default", rope_type == "llama3"
-    result = RopeConfig(
-        rope_type=rope_type,
-        theta=10000.0 if theta is None else theta,
-        rotary_dim=head_dim,
-        factor=rope.number("factor") if scaled else None,
-        original_max_position_embeddings=rope.integer("original_max_position_embeddings") if bands else None,
-        low_freq_factor=rope.number("low_freq_factor") if bands else None,
-        high_freq_factor=rope.number("high_freq_factor") if bands else None,
-    )
-    rope.refuse_rest({})
-    if bands and rope.number("low_freq_factor") >= rope.number("high_freq_factor"):
-        raise rope.damaged(f"low_freq_factor {result.low_freq_factor} must be below {result.high_freq_factor}")
-    return result
-
-
-def _rope_type(rope: Fields) -> str:
-    newer, older = rope.take("rope_type"), rope.take("type")
-    if newer is not None and older is not None and newer != older:
-        raise rope.damaged(f"rope_type {shown(newer)} and type {shown(older)} differ")
-    rope_type = newer or older or "default"
-    if rope_type not in ("default", "linear", "llama3"):
-        raise rope.unsupported("rope_type", rope_type, " (supported: default, linear, llama3)")
-    return str(rope_type)

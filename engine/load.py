@@ -26,6 +26,7 @@ from engine.model.fingerprint import model_fingerprint
 from engine.model.llama import LlamaModel, Model
 from engine.model.ops import TorchOps
 from engine.model.rope import RopeTable
+from engine.model.rotary_order import order_rotary_rows
 from engine.model.value_rotation import rotate_values
 from engine.model.weights import ModelWeights, load_weights, num_parameters, open_checkpoint
 from engine.model_config import ModelConfig
@@ -68,6 +69,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     notes: list[str] = []
     dtype = _compute_dtype(config, model_config, device, notes)
     weights = _load_weights(checkpoint, dtype, device, on_progress)
+    order_rotary_rows(weights, model_config.rope, model_config.num_heads, model_config.num_kv_heads)
     fmt = kv_format(config.cache, model_config, dtype, device)
     tails = _tail_slots(config, fmt)
     num_blocks = plan_num_blocks(config.cache, fmt.block_bytes, available_bytes(device), _tail_bytes(tails, fmt))
@@ -179,7 +181,7 @@ def build_runner(
     max_model_len: int,
     device: torch.device,
 ) -> ModelRunner:
-    rope = RopeTable((model.rope,), max_model_len, device)
+    rope = RopeTable(((model.rope, max_model_len),), device)
     return ModelRunner(_build_model(model, weights, attention), rope, attention, host, device)
 
 

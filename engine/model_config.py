@@ -12,25 +12,9 @@ from typing import Any
 
 from engine.config import DTYPES
 from engine.errors import DamagedModelError, UnsupportedModelError
+from engine.rope_config import RopeConfig
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding, as the checkpoint declares it.
-
-    ``rope_type`` is "default", "linear" (positions / factor) or "llama3" (Llama 3.1's wavelength bands). The optional
-    fields belong to the scaled types and are None elsewhere.
-    """
-
-    rope_type: str
-    theta: float
-    rotary_dim: int
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

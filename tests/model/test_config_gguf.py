@@ -62,7 +62,7 @@ def test_linear_scaling() -> None:
 def test_llama31_factors_are_recognised(factor: float) -> None:
     rope = read(rope_factors=llama31_factors(16, 5e5, factor)).rope
     assert (rope.rope_type, rope.factor, rope.low_freq_factor, rope.high_freq_factor) == ("llama3", factor, 1.0, 4.0)
-    assert rope.original_max_position_embeddings == 8192
+    assert rope.original_len == 8192
 
 
 def test_factors_of_one_are_no_scaling() -> None:

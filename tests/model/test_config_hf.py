@@ -9,7 +9,8 @@ from checkpoint_files import SIZES, tiny_model
 from transformers import LlamaConfig
 
 from engine.errors import DamagedModelError, UnsupportedModelError
-from engine.model_config import ModelConfig, RopeConfig
+from engine.model_config import ModelConfig
+from engine.rope_config import RopeConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,7 +48,7 @@ def test_llama_config_is_read() -> None:
         head_dim=16,
         rms_norm_eps=1e-5,
         max_position_embeddings=256,
-        rope=RopeConfig(rope_type="default", theta=5e5, rotary_dim=16),
+        rope=RopeConfig(rope_type="default", theta=5e5, head_dim=16, rotary_dim=16),
         tie_word_embeddings=True,
         dtype="bfloat16",
         bos_token_id=1,
@@ -110,7 +111,7 @@ def test_both_rope_spellings(changes: dict[str, object], found: tuple[str, float
     assert (rope.rope_type, rope.theta, rope.factor) == found
     assert rope.rotary_dim == 16
     if rope.rope_type == "llama3":
-        assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings) == (1.0, 4.0, 8192)
+        assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_len) == (1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +131,16 @@ def test_both_rope_spellings(changes: dict[str, object], found: tuple[str, float
         ({"sliding_window": 128}, ["sliding_window", "128"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
         ({"head_dim": 15}, ["head_dim", "15"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling", "yarn"]),
-        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling", "longrope"]),
+        ({"partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2", "3"]),
+        ({"rope_parameters": {"partial_rotary_factor": 1.5}}, ["partial_rotary_factor", "1.5"]),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 4]}}, ["rope_scaling", "mrope", "yarn"]),
+        ({"rope_scaling": {"rope_type": "proportional"}}, ["rope_scaling", "proportional"]),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, ["rope_scaling", "yarn"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, ["rope_scaling", "low_freq_factor"]),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 7}},
+            ["rope_scaling", "7"],
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "mystery": 1}}, ["rope_scaling", "mystery"]),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, ["rope_scaling", "factor"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters", "full_attention"]),
@@ -157,7 +163,7 @@ def test_biases_that_an_architecture_does_not_have_are_refused(family: str) -> N
         ModelConfig.from_hf(of_type(family, mlp_bias=True))
 
 
-@pytest.mark.parametrize("missing", sorted(LLAMA3_ROPE.keys() - {"rope_type"}))
+@pytest.mark.parametrize("missing", sorted(LLAMA3_ROPE.keys() - {"rope_type", "original_max_position_embeddings"}))
 def test_llama3_scaling_has_no_defaults(missing: str) -> None:
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != missing}
     with pytest.raises(DamagedModelError, match=f"rope_scaling: {missing} is missing"):
@@ -184,6 +190,20 @@ def test_llama3_scaling_has_no_defaults(missing: str) -> None:
         ({"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_type": "default"}}, "both given and differ"),
         ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is 5.0, but 10000.0 at the top level"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        (
+            {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5, but 1.0",
+        ),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1] * 8}}, "short_factor is missing"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 7}},
+            "long_factor must hold 8 numbers",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [0] * 8}},
+            "long_factor must be positive",
+        ),
+        ({"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_theta must be above 1"),
     ],
 )
 def test_contradictions_are_damage(changes: dict[str, object], message: str) -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import DamagedModelError
-from engine.model_config import ModelConfig, RopeConfig
+from engine.model_config import ModelConfig
+from engine.rope_config import RopeConfig
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -18,7 +19,7 @@ CONFIG = ModelConfig(
     head_dim=8,
     rms_norm_eps=1e-5,
     max_position_embeddings=128,
-    rope=RopeConfig(rope_type="default", theta=1e4, rotary_dim=8),
+    rope=RopeConfig(rope_type="default", theta=1e4, head_dim=8, rotary_dim=8),
     tie_word_embeddings=True,
     dtype="float32",
     eos_token_ids=(2, 198),

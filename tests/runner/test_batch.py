@@ -6,8 +6,8 @@ import torch
 
 from engine.attention.metadata import WorkItem
 from engine.model.rope import RopeTable
-from engine.model_config import RopeConfig
 from engine.request import SamplingParams
+from engine.rope_config import RopeConfig
 from engine.runner.batch import build_batch
 from engine.runner.sampler import sample
 from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
@@ -16,8 +16,10 @@ CPU = torch.device("cpu")
 
 
 def rope_table(num_classes: int = 1) -> RopeTable:
-    configs = tuple(RopeConfig(rope_type="default", theta=100.0 * (i + 1), rotary_dim=4) for i in range(num_classes))
-    return RopeTable(configs, 32, CPU)
+    classes = tuple(
+        (RopeConfig(rope_type="default", theta=100.0 * (i + 1), head_dim=4, rotary_dim=4), 32) for i in range(num_classes)
+    )
+    return RopeTable(classes, CPU)
 
 
 def spec(position: int) -> SampleSpec:
