@@ -29,6 +29,7 @@ from engine.errors import (
 from engine.messages import Abort, Add, Control, ControlReply, Outputs
 from engine.queue_bound import Place, QueueBound
 from engine.request import FinishReason, Namespace, RequestOutput, SamplingParams, TokenEvent
+from engine.rope_classes import choose_rope_class
 from engine.stats import Admission, EngineInfo, PromptSources, StepStats
 from engine.tokenizer import TextAssembler, Tokenizer
 
@@ -161,6 +162,12 @@ class AsyncEngine:
         """How many tokens of the prompt's start are the start of a public prefix, for the one that it follows longest."""
         return max((_common_len(prefix, prompt_token_ids) for prefix in self._public_prefixes), default=0)
 
+    def namespace(self, salt: str, num_tokens: int) -> Namespace:
+        """Where a request of that many tokens, prompt and output, may share blocks: with those of its salt and its RoPE class."""
+        info = self._info
+        assert info is not None, "the engine is not ready"
+        return Namespace(salt, choose_rope_class(info.rope_classes, num_tokens))
+
     def reserve(self, num_requests: int) -> tuple[Place, ...]:
         """Places in the queue for requests that come together, one for each ``generate``. Whoever reserves sees to it that all are left.
 
@@ -194,7 +201,7 @@ class AsyncEngine:
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
-            namespace=Namespace(salt=salt),
+            namespace=self.namespace(salt, len(prompt_token_ids) + sampling.max_tokens),
             arrival_time=arrival_time or time.monotonic(),
             num_public_tokens=self.num_public_tokens(prompt_token_ids),
             tenant=tenant,

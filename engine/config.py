@@ -8,6 +8,7 @@ from engine.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8", "int8", "k8v4", "int4")
+ROPE_POLICIES = ("auto", "static", "ladder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,8 @@ class EngineConfig:
 
     ``dtype`` "auto" takes the checkpoint's, widened to float32 on a CPU. ``max_model_len`` None takes the model's own
     context, shortened to what the cache can hold. ``num_threads`` None leaves torch's choice.
+    ``rope_scaling`` is JSON as in a config.json and replaces the checkpoint's. ``rope_policy`` "static" serves one scaling,
+    "ladder" each request the least that its length needs, "auto" the ladder where the operator extends the context.
     """
 
     model_path: str
@@ -90,6 +93,8 @@ class EngineConfig:
     device: str = "cpu"
     attention_backend: str = "auto"
     max_model_len: int | None = None
+    rope_scaling: str | None = None
+    rope_policy: str = "auto"
     num_threads: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -99,5 +104,7 @@ class EngineConfig:
             raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}; got {self.dtype!r}")
         if self.attention_backend not in ("auto", "reference", "cpu"):
             raise ConfigError(f"attention backend must be auto, reference or cpu; got {self.attention_backend!r}")
+        if self.rope_policy not in ROPE_POLICIES:
+            raise ConfigError(f"rope policy must be {', '.join(ROPE_POLICIES)}; got {self.rope_policy!r}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")

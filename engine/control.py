@@ -5,6 +5,8 @@ Commands and answers are plain messages. Knows the manager; knows nothing of HTT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from engine.kv.manager import KVCacheManager
@@ -120,6 +122,12 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
     num_disk_bytes: int = 0
     num_continued_disk_blocks: int = 0
     num_deleting: int = 0
+
+
+def in_all(answers: Sequence[Dropped]) -> Dropped:
+    """Several drops, in their order, as one."""
+    sums = {name: sum(getattr(answer, name) for answer in answers) for name in Dropped.__struct_fields__}
+    return Dropped(**sums | {"num_deleting": answers[-1].num_deleting})
 
 
 class Deletions(msgspec.Struct, frozen=True, tag="deletions_now"):

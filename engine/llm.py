@@ -14,7 +14,8 @@ from engine.async_engine import check_request
 from engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.load import load_engine
 from engine.model.hub import resolve
-from engine.request import FinishReason, Request, RequestOutput, SamplingParams
+from engine.request import FinishReason, Namespace, Request, RequestOutput, SamplingParams
+from engine.rope_classes import choose_rope_class
 from engine.tokenizer import TextAssembler, load_tokenizer
 
 
@@ -46,6 +47,8 @@ class LLM:
         device: str = "cpu",
         attention_backend: str = "auto",
         max_model_len: int | None = None,
+        rope_scaling: str | None = None,
+        rope_policy: str = "auto",
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
     ) -> None:
@@ -57,6 +60,8 @@ class LLM:
             device=device,
             attention_backend=attention_backend,
             max_model_len=max_model_len,
+            rope_scaling=rope_scaling,
+            rope_policy=rope_policy,
             cache=cache or CacheConfig(),
             scheduler=scheduler or SchedulerConfig(),
         )
@@ -103,6 +108,9 @@ class LLM:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
+            namespace=Namespace(
+                rope_class=choose_rope_class(self.info.rope_classes, len(prompt_token_ids) + sampling.max_tokens)
+            ),
             arrival_time=time.monotonic(),
         )
         refusal = self.core.add(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend, choose_backend
 from engine.config import CacheConfig, EngineConfig
+from engine.context_plan import ContextPlan, plan_context
 from engine.core import EngineCore
 from engine.errors import ConfigError, InsufficientMemoryError
 from engine.kernel_cache import use_kernel_cache
@@ -31,6 +32,7 @@ from engine.model.value_rotation import rotate_values
 from engine.model.weights import ModelWeights, load_weights, num_parameters, open_checkpoint
 from engine.model_config import ModelConfig
 from engine.request import SamplingParams
+from engine.rope_classes import RopeClass
 from engine.runner.model_runner import ModelRunner
 from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
 from engine.sched.scheduler import Scheduler
@@ -73,20 +75,26 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     fmt = kv_format(config.cache, model_config, dtype, device)
     tails = _tail_slots(config, fmt)
     num_blocks = plan_num_blocks(config.cache, fmt.block_bytes, available_bytes(device), _tail_bytes(tails, fmt))
-    max_model_len = _max_model_len(config, model_config, num_blocks * fmt.block_size, notes)
+    context = plan_context(config, model_config, num_blocks * fmt.block_size)
+    max_model_len = context.max_model_len
+    notes.extend(context.notes)
     storage = KVStorage(fmt, num_blocks, device, num_tail_slots=tails.num_slots if tails is not None else 0)
     if fmt.rotates_values:
         rotate_values(weights, fmt.num_kv_heads, fmt.head_dim)
     attention = choose_backend(config.attention_backend, storage, model_config.num_heads, getattr(torch, dtype))
-    tiers = _open_tiers(config, storage, model_config, weights, attention, max_model_len, on_progress)
+    tiers = _open_tiers(config, storage, model_config, weights, attention, context, on_progress)
     notes.extend(tiers.notes)
-    runner = build_runner(model_config, weights, attention, tiers.buffer, max_model_len, device)
+    runner = build_runner(model_config, weights, attention, tiers.buffer, context.rope_classes, device)
     on_progress("warming up (compiles kernels at the first start)", None)
     _warm_up(runner, min(fmt.block_size, max_model_len), tails)
     core = _build_core(config, model_config, runner, fmt, num_blocks, max_model_len, tails, tiers)
     info = _info(config, model_config, weights, fmt, num_blocks, max_model_len, device, attention, tuple(notes))
     info = replace(
-        info, host_cache_bytes=tiers.host_bytes, disk_cache_bytes=tiers.disk_bytes, tail_bytes=_tail_bytes(tails, fmt)
+        info,
+        host_cache_bytes=tiers.host_bytes,
+        disk_cache_bytes=tiers.disk_bytes,
+        tail_bytes=_tail_bytes(tails, fmt),
+        rope_classes=tuple((each.name, each.max_len) for each in context.rope_classes),
     )
     return LoadedEngine(core, info, runner, tiers)
 
@@ -151,37 +159,15 @@ def _tail_bytes(tails: TailSlots | None, fmt: KVFormat) -> int:
     return tails.num_slots * fmt.tail_slot_bytes if tails is not None else 0
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig, cache_tokens: int, notes: list[str]) -> int:
-    """The longest prompt plus output that is served: the model's context or what was asked for, if the cache can hold it."""
-    limit, reason = model.max_position_embeddings, "the model was trained for"
-    if model.sliding_window is not None and model.sliding_window < limit:
-        limit, reason = (
-            model.sliding_window,
-            "the model's sliding window spans (longer contexts need windowed attention, not built yet)",
-        )
-        notes.append(f"context limited to {limit:,} tokens, which {reason}")
-    wanted = config.max_model_len if config.max_model_len is not None else limit
-    if wanted > limit:
-        raise ConfigError(f"max_model_len {wanted:,} is more than the {limit:,} tokens that {reason}")
-    if wanted > cache_tokens:
-        notes.append(
-            f"context shortened from {wanted:,} to {cache_tokens:,} tokens: that is what the KV cache holds; raise --kv-cache-memory for more"
-        )
-        wanted = cache_tokens
-    if wanted < 2:
-        raise InsufficientMemoryError(f"the KV cache holds {cache_tokens} token; a request needs 2 at least")
-    return wanted
-
-
 def build_runner(
     model: ModelConfig,
     weights: ModelWeights,
     attention: AttentionBackend,
     host: HostBuffer,
-    max_model_len: int,
+    classes: Sequence[RopeClass],
     device: torch.device,
 ) -> ModelRunner:
-    rope = RopeTable(((model.rope, max_model_len),), device)
+    rope = RopeTable(classes, device)
     return ModelRunner(_build_model(model, weights, attention), rope, attention, host, device)
 
 
@@ -191,7 +177,7 @@ def _open_tiers(
     model: ModelConfig,
     weights: ModelWeights,
     attention: AttentionBackend,
-    max_model_len: int,
+    context: ContextPlan,
     on_progress: OnProgress,
 ) -> Tiers:
     device, dtype = storage.bytes.device, weights.embed.dtype
@@ -199,9 +185,12 @@ def _open_tiers(
 
     def fingerprint() -> bytes:
         on_progress("reading the disk cache's folder", None)
-        return model_fingerprint(model, weights, f"{dtype} {device.type} {attention.name}")
+        rope = f"{context.rope.rope!r} ladder={context.rope.is_ladder}"
+        return model_fingerprint(model, weights, f"{dtype} {device.type} {attention.name} {rope}")
 
-    return open_tiers(config.cache, storage, fingerprint, max_model_len, available_bytes(torch.device("cpu")) - pool_bytes)
+    return open_tiers(
+        config.cache, storage, fingerprint, context.max_model_len, available_bytes(torch.device("cpu")) - pool_bytes
+    )
 
 
 def _build_model(config: ModelConfig, weights: ModelWeights, attention: AttentionBackend) -> Model:

@@ -165,7 +165,7 @@ class EngineInfo:
     """What the engine settled on at start. ``notes`` are lines for the operator, numbers included.
 
     ``host_cache_bytes`` and ``disk_cache_bytes`` are what the lower tiers may hold; ``tail_bytes`` is what the open blocks of all
-    requests may take, beside the pool, in a quantized format.
+    requests may take, beside the pool, in a quantized format. ``rope_classes`` are the name and the longest request of each.
     """
 
     model_name: str
@@ -191,6 +191,7 @@ class EngineInfo:
     host_cache_bytes: int = 0
     disk_cache_bytes: int = 0
     tail_bytes: int = 0
+    rope_classes: tuple[tuple[str, int], ...] = ()
 
     @property
     def cache_bytes(self) -> int:

@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from engine.control import CacheView, Deletions, Dropped, PinView
 from engine.kv.survey import NamespaceView, PrefixView
 from engine.stats import EngineInfo
-from server.schemas import CacheSalt, Float, Prompts, StrictBody, parse_prompts, refuse
+from server.schemas import CacheSalt, Float, Int64, Prompts, StrictBody, parse_prompts, refuse
 
 MAX_TTL_SECONDS = 30 * 86400.0
 SHORT_SALT_LEN = 12
@@ -42,9 +42,11 @@ class PrefixBody(StrictBody):
 
 
 class PinBody(PrefixBody):
-    """``ttl`` is in seconds: every pin ends."""
+    """``ttl`` is in seconds: every pin ends. ``max_tokens`` is what requests will ask for that are to find the pin: where the RoPE
+    scaling depends on a request's length, it decides which blocks they read."""
 
     ttl: Annotated[Float, Field(ge=1, le=MAX_TTL_SECONDS)]
+    max_tokens: Annotated[Int64, Field(ge=1, le=2**31 - 1)] = 1
 
 
 class ViewWriter:
@@ -140,8 +142,8 @@ class ViewWriter:
 
     def _names(self, item: NamespaceView | PrefixView) -> dict[str, Any]:
         """A salt is a digest already; its beginning tells namespaces apart and opens none."""
-        salt = item.namespace.salt
-        return {"salt": salt[:SHORT_SALT_LEN], "tenant": self._tenants.get(salt), "rope_class": item.namespace.rope_class}
+        salt, (rope_class, _) = item.namespace.salt, self._info.rope_classes[item.namespace.rope_class]
+        return {"salt": salt[:SHORT_SALT_LEN], "tenant": self._tenants.get(salt), "rope_class": rope_class}
 
     def _sized(self, num_blocks: int) -> dict[str, int]:
         return {"blocks": num_blocks, "bytes": self._bytes(num_blocks)}

@@ -68,6 +68,20 @@ def serve_command(
         int | None,
         typer.Option(envvar="OCTAVO_MAX_MODEL_LEN", help="Tokens of prompt and output together; the model's own if left out."),
     ] = None,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OCTAVO_ROPE_SCALING",
+            help='JSON that replaces the model\'s RoPE scaling, as in a config.json: \'{"rope_type": "yarn", "factor": 4}\'.',
+        ),
+    ] = None,
+    rope_policy: Annotated[
+        str,
+        typer.Option(
+            envvar="OCTAVO_ROPE_POLICY",
+            help="static: one scaling for all; ladder: each request the least its length needs; auto: the ladder where you extend the context.",
+        ),
+    ] = _SETTINGS.rope_policy,
     block_size: Annotated[
         int, typer.Option(envvar="OCTAVO_BLOCK_SIZE", help="Tokens in a KV cache block.")
     ] = _CACHE.block_size,
@@ -159,6 +173,8 @@ def serve_command(
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
+        rope_scaling=rope_scaling,
+        rope_policy=rope_policy,
         cache=_with_pin_budget(cache, parse_share_or_bytes(pin_budget)),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -25,6 +25,8 @@ class Settings:
     dtype: str = "auto"
     device: str = "cpu"
     max_model_len: int | None = None
+    rope_scaling: str | None = None
+    rope_policy: str = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     host: str = "127.0.0.1"
@@ -60,6 +62,8 @@ class Settings:
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
+            rope_scaling=self.rope_scaling,
+            rope_policy=self.rope_policy,
             cache=self.cache,
             scheduler=self.scheduler,
         )

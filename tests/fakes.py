@@ -57,6 +57,7 @@ def fake_info(**changes: object) -> EngineInfo:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "eos_token_ids": (0,),
+        "rope_classes": (("default", 1 << 20),),
         "notes": ("a note with the number 7",),
     }
     return EngineInfo(**(values | changes))  # type: ignore[arg-type]

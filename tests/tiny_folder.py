@@ -45,15 +45,26 @@ def make_tokenizer() -> tokenizers.Tokenizer:
 
 
 def make_folder(
-    folder: Path, *, dtype: torch.dtype = torch.float32, class_name: str = "LlamaForCausalLM", **config: Any
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    class_name: str = "LlamaForCausalLM",
+    attention_gain: float = 1.0,
+    **config: Any,
 ) -> Any:
-    """Write model and tokenizer; returns transformers' own model, in ``dtype``."""
+    """Write model and tokenizer; returns transformers' own model, in ``dtype``.
+
+    The attention of a random model hardly looks at positions; a larger ``attention_gain`` makes it, and the tokens follow.
+    """
     shape = {**SHAPE, "vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS, "max_position_embeddings": 8192}
     torch.manual_seed(5)
     model_class = getattr(transformers, class_name)
     model = model_class(model_class.config_class(**{**shape, **config})).to(dtype).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # spread logits: greedy choices that rounding does not flip
+        for name, weight in model.named_parameters():
+            if "self_attn" in name:
+                weight.mul_(attention_gain)
     model.save_pretrained(folder)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     return model

@@ -22,6 +22,7 @@ from engine.load import build_runner, kv_format
 from engine.model.checkpoint import Checkpoint
 from engine.model.value_rotation import rotate_values
 from engine.model.weights import ModelWeights, load_weights
+from engine.rope_classes import plan_rope, rope_classes
 from engine.sched.plan import ScheduledSequence, StepPlan
 
 BASE = "float32"  # what the others are held against
@@ -75,7 +76,8 @@ class Reader:
         num_tail_slots = num_sequences if fmt.is_quantized else 0
         self._storage = KVStorage(fmt, num_sequences * self._blocks_each, CPU, num_tail_slots)
         attention = choose_backend(backend, self._storage, checkpoint.config.num_heads, torch.float32)
-        self.runner = build_runner(checkpoint.config, weights, attention, HostBuffer(self._storage, 0), window, CPU)
+        classes = rope_classes(plan_rope(checkpoint.config, None, "static", window), window)
+        self.runner = build_runner(checkpoint.config, weights, attention, HostBuffer(self._storage, 0), classes, CPU)
 
     def sequence(self, tokens: Sequence[int], start: int, index: int = 0) -> ScheduledSequence:
         """Tokens to compute at positions from ``start`` on, in the blocks and tail slot of sequence ``index``."""

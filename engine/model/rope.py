@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.rope_classes import RopeClass
 from engine.rope_config import RopeConfig
 
 RopeFunction = Callable[[RopeConfig, int], tuple[torch.Tensor, float]]
@@ -141,15 +142,14 @@ ROPE_FUNCTIONS: dict[str, RopeFunction] = {
 class RopeTable:
     """cos and sin rows of every RoPE class, one below the other. A batch carries row numbers, so no kernel knows of scaling.
 
-    cos, sin: float32 [sum of the classes' lengths, head_dim / 2]. What a partial rotation leaves alone has cos 1 and sin 0.
-    ``classes`` holds a config and the longest request of each class, in tokens.
+    cos, sin: float32 [sum of the classes' max_len, head_dim / 2]. What a partial rotation leaves alone has cos 1 and sin 0.
     """
 
-    def __init__(self, classes: Sequence[tuple[RopeConfig, int]], device: torch.device) -> None:
-        rows = [_rows(config, length) for config, length in classes]
+    def __init__(self, classes: Sequence[RopeClass], device: torch.device) -> None:
+        rows = [_rows(each) for each in classes]
         self.cos = torch.cat([cos for cos, _ in rows]).to(device)
         self.sin = torch.cat([sin for _, sin in rows]).to(device)
-        self._lengths = [length for _, length in classes]
+        self._lengths = [each.max_len for each in classes]
         self._starts = [sum(self._lengths[:i]) for i in range(len(classes))]
 
     def row(self, rope_class: int, position: int) -> int:
@@ -158,9 +158,10 @@ class RopeTable:
         return self._starts[rope_class] + position
 
 
-def _rows(config: RopeConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    inv_freq, attention_factor = rope_frequencies(config, length)
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * inv_freq[None, :]
+def _rows(rope_class: RopeClass) -> tuple[torch.Tensor, torch.Tensor]:
+    rope, num_rows = rope_class.rope, rope_class.max_len
+    inv_freq, attention_factor = rope_frequencies(rope, rope_class.length)
+    angles = torch.arange(num_rows, dtype=torch.float32)[:, None] * inv_freq[None, :]
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-    rest = (length, (config.head_dim - config.rotary_dim) // 2)
+    rest = (num_rows, (rope.head_dim - rope.rotary_dim) // 2)
     return torch.cat([cos, torch.ones(rest)], dim=1), torch.cat([sin, torch.zeros(rest)], dim=1)

@@ -23,6 +23,7 @@ from engine.control import (
     ShowDeletions,
     Unpin,
     Unpinned,
+    in_all,
 )
 from engine.errors import ControlRefusedError, InvalidRequestError
 from engine.request import Namespace, SamplingParams
@@ -39,7 +40,6 @@ _MAX_TOKEN_IDS = 1_000_000
 _PIN_ATTEMPTS = 3
 _DELETE_SECONDS = 10.0  # how long an answer waits for files to be deleted; after that, it says how many are left
 _DELETE_POLL_SECONDS = 0.02
-_ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 def cache_router(service: Service) -> APIRouter:
@@ -68,10 +68,11 @@ def cache_router(service: Service) -> APIRouter:
     @router.post("/v1/cache/drop")
     async def drop(request: Request) -> Response:
         body = parse_body(PrefixBody, await read_json(request, service.settings.max_body_bytes))
-        namespace = Namespace(salt=_salt(service, body))
+        salt = _salt(service, body)
         (token_ids,) = await tokenize(service.engine.tokenizer, body.prompts)
-        num_public = service.engine.num_public_tokens(token_ids)
-        return JSONResponse(await _drop(service, DropPrefix(namespace, tuple(token_ids), num_public)))
+        num_public, num_classes = service.engine.num_public_tokens(token_ids), len(service.require_info().rope_classes)
+        namespaces = (Namespace(salt, rope_class) for rope_class in range(num_classes))
+        return JSONResponse(await _drop(service, *(DropPrefix(each, tuple(token_ids), num_public) for each in namespaces)))
 
     @router.post("/reset_prefix_cache")
     async def reset() -> Response:
@@ -119,10 +120,10 @@ def _salt(service: Service, body: PrefixBody) -> str:
     return Caller().cache_salt(body.cache_salt)
 
 
-async def _drop(service: Service, command: DropPrefix | ResetCache) -> dict[str, Any]:
+async def _drop(service: Service, *commands: DropPrefix | ResetCache) -> dict[str, Any]:
     """Forget, and wait for the disk to follow, but not for ever."""
-    dropped = await service.engine.control(command)
-    assert isinstance(dropped, Dropped)
+    answers = [await service.engine.control(command) for command in commands]
+    dropped = in_all([answer for answer in answers if isinstance(answer, Dropped)])
     deletions = Deletions(dropped.num_deleting, 0)
     deadline = time.monotonic() + _DELETE_SECONDS
     while deletions.num_pending and time.monotonic() < deadline:
@@ -140,20 +141,22 @@ async def _pin(service: Service, body: PinBody) -> dict[str, Any]:
         raise InvalidRequestError(f"tenant must name the API key whose requests will find the pin: {names}", param="tenant")
     engine, salt = service.engine, _salt(service, body)
     (token_ids,) = await tokenize(engine.tokenizer, body.prompts)
-    engine.check(token_ids, _ONE_TOKEN)
+    sampling = SamplingParams(temperature=0.0, max_tokens=body.max_tokens, ignore_eos=True)
+    engine.check(token_ids, sampling)
     block_size = service.require_info().block_size
     if len(token_ids) < block_size:
         raise InvalidRequestError(
             f"prompt has {len(token_ids)} tokens; only whole blocks of {block_size} can be pinned", param="prompt"
         )
     pin_id, num_public = f"pin-{uuid.uuid4().hex[:16]}", engine.num_public_tokens(token_ids)
-    command = PinPrefix(pin_id, Namespace(salt=salt), tuple(token_ids), num_public, body.ttl)
+    namespace = engine.namespace(salt, len(token_ids) + body.max_tokens)
+    command = PinPrefix(pin_id, namespace, tuple(token_ids), num_public, body.ttl)
     num_computed = 0
     for _ in range(_PIN_ATTEMPTS):
         result = await engine.control(command)
         if isinstance(result, Pinned):
             return _pin_answer(service, result, num_computed)
-        num_computed += await _compute(service, token_ids, salt)
+        num_computed += await _compute(service, token_ids, sampling, salt)
     raise ControlRefusedError(
         f"the blocks of this prompt were evicted {_PIN_ATTEMPTS} times between computing and pinning them; try again when the cache"
         " is under less pressure"
@@ -171,10 +174,8 @@ def _pin_answer(service: Service, pinned: Pinned, num_computed: int) -> dict[str
     }
 
 
-async def _compute(service: Service, token_ids: list[int], salt: str) -> int:
-    """Run the prompt as a request of one token. Returns how many of its tokens had to be computed."""
-    num_computed = 0
-    async with aclosing(service.engine.generate(token_ids, _ONE_TOKEN, salt=salt)) as outputs:
-        async for output in outputs:
-            num_computed = output.num_prompt_tokens - output.num_cached_tokens
-    return num_computed
+async def _compute(service: Service, token_ids: list[int], sampling: SamplingParams, salt: str) -> int:
+    """Run the prompt as a request up to its first token. Returns how many of its tokens had to be computed."""
+    async with aclosing(service.engine.generate(token_ids, sampling, salt=salt)) as outputs:
+        first = await anext(outputs)
+    return first.num_prompt_tokens - first.num_cached_tokens

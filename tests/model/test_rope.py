@@ -14,6 +14,7 @@ from engine.errors import UnsupportedModelError
 from engine.model.rope import RopeTable, rope_frequencies
 from engine.model.rotary_order import rotary_order
 from engine.model_fields import Fields
+from engine.rope_classes import RopeClass
 from engine.rope_config import RopeConfig, read_rope
 
 MAX_LEN = 1024
@@ -132,7 +133,7 @@ def test_every_layout_rotates_as_halves_once_its_rows_are_ordered(head_dim: int,
     rope = RopeConfig(rope_type="default", theta=100.0, head_dim=head_dim, rotary_dim=rotary_dim, is_interleaved=is_interleaved)
     order = rotary_order(rope)
     assert sorted(order.tolist()) == list(range(head_dim))
-    table = RopeTable(((rope, 32),), torch.device("cpu"))
+    table = RopeTable((RopeClass("", rope, 32, 32),), torch.device("cpu"))
     q, k = torch.randn(2, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for at_q, at_k in ((0, 0), (31, 3), (7, 30)):
         expected = plain_rotation(q, at_q, rope) @ plain_rotation(k, at_k, rope)

@@ -29,6 +29,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}, "tie_word_embeddings": True},
     ),
     "llama-linear": ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-yarn": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}},
+    ),
     "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "llama-mha": ("LlamaForCausalLM", {"num_key_value_heads": 6}),
     "mistral": ("MistralForCausalLM", {"head_dim": 16, "sliding_window": None}),

@@ -7,6 +7,7 @@ import torch
 from engine.attention.metadata import WorkItem
 from engine.model.rope import RopeTable
 from engine.request import SamplingParams
+from engine.rope_classes import RopeClass
 from engine.rope_config import RopeConfig
 from engine.runner.batch import build_batch
 from engine.runner.sampler import sample
@@ -16,10 +17,8 @@ CPU = torch.device("cpu")
 
 
 def rope_table(num_classes: int = 1) -> RopeTable:
-    classes = tuple(
-        (RopeConfig(rope_type="default", theta=100.0 * (i + 1), head_dim=4, rotary_dim=4), 32) for i in range(num_classes)
-    )
-    return RopeTable(classes, CPU)
+    ropes = [RopeConfig(rope_type="default", theta=100.0 * (i + 1), head_dim=4, rotary_dim=4) for i in range(num_classes)]
+    return RopeTable([RopeClass("", rope, 32, 32) for rope in ropes], CPU)
 
 
 def spec(position: int) -> SampleSpec:

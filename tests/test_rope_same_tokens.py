@@ -1,0 +1,137 @@
+"""A request's tokens depend on its own length alone: not on its neighbours, the chunks, a hit or a preemption, whatever the scaling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import CacheConfig, SchedulerConfig
+from engine.llm import LLM
+from engine.request import Request, SamplingParams
+from tests.tiny_folder import make_folder, one_thread
+
+__all__ = ["one_thread"]
+
+TRAINED = 32
+HALF = 6  # rotary dimensions / 2 of the tiny model's heads
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "ntk": {"rope_type": "ntk", "factor": 8.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 8.0},
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 8.0,
+        "short_factor": [1.0] * HALF,
+        "long_factor": [1.0 + i for i in range(HALF)],
+        "original_max_position_embeddings": TRAINED // 4,
+    },
+}
+LADDERS = ("ntk", "dynamic", "yarn", "longrope")
+PROMPTS = [tuple(2 + (7 * i + 3 * j * j + i * j) % 250 for j in range(length)) for i, length in enumerate((5, 20, 17, 190, 60))]
+NUM_TOKENS = (11, 12, 40, 30, 50)  # with their prompts: 16, 32, 57, 220 and 110 tokens, so every class of a ladder has one
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_folder(
+        folder,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=2 * HALF,
+        max_position_embeddings=TRAINED,
+        attention_gain=10.0,
+    )
+    return folder
+
+
+def make_llm(folder: Path, scaling: dict[str, Any] | None, *, num_blocks: int = 400, chunk: int = 512, **options: Any) -> LLM:
+    block_bytes = 2 * 3 * 2 * 2 * HALF * 4 * 4
+    return LLM(
+        str(folder),
+        rope_scaling=None if scaling is None else json.dumps(scaling),
+        cache=CacheConfig(memory_bytes=num_blocks * block_bytes, block_size=4),
+        scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8),
+        **options,
+    )
+
+
+def fitting(llm: LLM) -> list[int]:
+    limit = llm.info.max_model_len
+    return [i for i in range(len(PROMPTS)) if len(PROMPTS[i]) + NUM_TOKENS[i] <= limit]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def alone(llm: LLM, index: int) -> tuple[int, ...]:
+    return llm.generate([PROMPTS[index]], greedy(NUM_TOKENS[index]))[0].token_ids
+
+
+def together(llm: LLM, indices: list[int]) -> tuple[list[Request], list[tuple[int, ...]]]:
+    requests = [llm._add(PROMPTS[i], greedy(NUM_TOKENS[i])) for i in indices]
+    while llm.core.has_work:
+        llm.core.step()
+        llm.core.scheduler.manager.check_integrity()
+    return requests, [tuple(request.token_ids[request.num_prompt_tokens :]) for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "policy"), [(name, "static") for name in SCALINGS] + [(name, "ladder") for name in LADDERS]
+)
+def test_the_same_tokens_alone_beside_longer_ones_in_any_chunks_and_after_hits(tiny: Path, rope_type: str, policy: str) -> None:
+    options = {"rope_policy": policy, "max_model_len": {"llama3": TRAINED, "longrope": TRAINED}.get(rope_type, 8 * TRAINED)}
+    llm = make_llm(tiny, SCALINGS[rope_type], **options)
+    indices = fitting(llm)
+    expected = [alone(llm, i) for i in indices]
+    assert [alone(llm, i) for i in indices] == expected, "with prefix hits"
+    backwards = indices[::-1]
+    for chunk, backend in ((512, "auto"), (7, "auto"), (13, "reference")):
+        fresh = make_llm(tiny, SCALINGS[rope_type], chunk=chunk, attention_backend=backend, **options)
+        assert together(fresh, backwards)[1] == expected[::-1]
+
+
+@pytest.mark.parametrize("rope_type", LADDERS[:3])
+def test_the_same_tokens_when_preempted(tiny: Path, rope_type: str) -> None:
+    llm = make_llm(tiny, SCALINGS[rope_type])
+    indices = fitting(llm)
+    expected = [alone(llm, i) for i in indices]
+    requests, tokens = together(make_llm(tiny, SCALINGS[rope_type], num_blocks=66), indices)
+    assert sum(request.num_preemptions for request in requests) >= 1
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("rope_type", ["ntk", "dynamic", "yarn"])
+def test_within_the_trained_length_the_ladder_is_a_server_without_scaling(tiny: Path, rope_type: str) -> None:
+    plain, ladder = make_llm(tiny, None), make_llm(tiny, SCALINGS[rope_type])
+    short = fitting(plain)
+    assert short == [0, 1]
+    longer = [i for i in fitting(ladder) if i not in short]
+    tokens = dict(zip([*longer, *short], together(ladder, [*longer, *short])[1], strict=True))
+    assert [tokens[i] for i in short] == [alone(plain, i) for i in short]
+
+
+def test_the_tokens_do_follow_from_the_rotation(tiny: Path) -> None:
+    """What makes the other tests mean something: each scaling gives the longest request tokens of its own."""
+    llms = {name: make_llm(tiny, SCALINGS[name], max_model_len=8 * TRAINED) for name in ("linear", "ntk", "dynamic", "yarn")}
+    answers = {name: alone(llm, 3) for name, llm in llms.items()}
+    assert len(set(answers.values())) == len(answers)
+
+
+def test_no_hit_crosses_classes(tiny: Path) -> None:
+    """The same prompt with room for more tokens is rotated otherwise: nothing of it may be found."""
+    llm = make_llm(tiny, SCALINGS["yarn"])
+    prompt = PROMPTS[1]
+    room = [TRAINED - len(prompt), 2 * TRAINED - len(prompt), 2 * TRAINED - len(prompt) + 1, 8 * TRAINED - len(prompt)]
+    answers = [llm.generate([prompt], greedy(num_tokens))[0] for num_tokens in room]
+    assert [answer.num_cached_tokens for answer in answers] == [0, 0, 0, 0]
+    again = [llm.generate([prompt], greedy(num_tokens))[0] for num_tokens in room]
+    assert [answer.num_cached_tokens for answer in again] == [len(prompt) - 1] * 4
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in answers]
+    assert len({answer.token_ids[:12] for answer in answers}) > 1, "the classes do rotate differently"
