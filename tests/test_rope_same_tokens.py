@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.llm import LLM
 from engine.request import Request, SamplingParams
+from engine.rope_classes import choose_rope_class
+from engine.sched.plan import ScheduledSequence, StepPlan
 from tests.tiny_folder import make_folder, one_thread
 
 __all__ = ["one_thread"]
@@ -50,12 +53,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_llm(folder: Path, scaling: dict[str, Any] | None, *, num_blocks: int = 400, chunk: int = 512, **options: Any) -> LLM:
+def make_llm(
+    folder: Path,
+    scaling: dict[str, Any] | None,
+    *,
+    num_blocks: int = 400,
+    chunk: int = 512,
+    kv_dtype: str = "auto",
+    **options: Any,
+) -> LLM:
     block_bytes = 2 * 3 * 2 * 2 * HALF * 4 * 4
     return LLM(
         str(folder),
         rope_scaling=None if scaling is None else json.dumps(scaling),
-        cache=CacheConfig(memory_bytes=num_blocks * block_bytes, block_size=4),
+        cache=CacheConfig(memory_bytes=num_blocks * block_bytes, block_size=4, kv_dtype=kv_dtype),
         scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=8),
         **options,
     )
@@ -135,3 +146,26 @@ def test_no_hit_crosses_classes(tiny: Path) -> None:
     assert [answer.num_cached_tokens for answer in again] == [len(prompt) - 1] * 4
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in answers]
     assert len({answer.token_ids[:12] for answer in answers}) > 1, "the classes do rotate differently"
+
+
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 1e-3), ("int8", 1e-2)])
+@pytest.mark.parametrize("rope_type", ["linear", "ntk", "dynamic", "yarn"])
+def test_perplexity_token_by_token_is_that_of_one_prefill(tiny: Path, rope_type: str, kv_dtype: str, tolerance: float) -> None:
+    """At 1, 2, 4 and 8 times the trained length, in the class that a request of the length gets."""
+    llm = make_llm(tiny, SCALINGS[rope_type], kv_dtype=kv_dtype, max_model_len=8 * TRAINED)
+    tokens = [2 + (11 * i + 5 * i * i) % 250 for i in range(8 * TRAINED)]
+    for length in (TRAINED, 2 * TRAINED, 4 * TRAINED, 8 * TRAINED):
+        whole, steps = (perplexity(llm, tokens[:length], chunk) for chunk in (length, 1))
+        assert steps == pytest.approx(whole, rel=tolerance)
+
+
+def perplexity(llm: LLM, tokens: list[int], chunk: int) -> float:
+    rope_class = choose_rope_class(llm.info.rope_classes, len(tokens))
+    table = tuple(range(-(-len(tokens) // 4)))
+    tail = 0 if llm.info.tail_bytes else None
+    plans = [
+        StepPlan((ScheduledSequence("", tuple(tokens[i : i + chunk]), i, table, rope_class, None, tail),))
+        for i in range(0, len(tokens), chunk)
+    ]
+    logits = torch.cat([llm._engine.runner.score(plan) for plan in plans])
+    return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:])).exp())

@@ -20,6 +20,7 @@ from engine.kv.offload import HostBuffer
 from engine.kv.storage import KVStorage
 from engine.load import build_runner, kv_format
 from engine.model.checkpoint import Checkpoint
+from engine.model.rotary_order import order_rotary_rows
 from engine.model.value_rotation import rotate_values
 from engine.model.weights import ModelWeights, load_weights
 from engine.rope_classes import plan_rope, rope_classes
@@ -114,8 +115,10 @@ def open_readers(
     weights = {}
     for rotates in {fmt.rotates_values for fmt in formats}:
         weights[rotates] = load_weights(checkpoint, dtype=torch.float32, device=CPU, progress=lambda done, total: None)
+        config = checkpoint.config
+        order_rotary_rows(weights[rotates], config.rope, config.num_heads, config.num_kv_heads)
         if rotates:
-            rotate_values(weights[rotates], checkpoint.config.num_kv_heads, checkpoint.config.head_dim)
+            rotate_values(weights[rotates], config.num_kv_heads, config.head_dim)
     return [Reader(checkpoint, weights[fmt.rotates_values], fmt, window, backend, num_sequences) for fmt in formats]
 
 
