@@ -73,6 +73,7 @@ class _Stream:
         self.arrival_time = arrival_time
         self.last_token_time: float | None = None
         self.sources: PromptSources | None = None
+        self.rope_class: str | None = None
         self.is_finished = False
         self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
@@ -312,12 +313,17 @@ class AsyncEngine:
             self._listener.on_admission(admission)
             if (stream := self._streams.get(admission.request_id)) is not None:
                 stream.sources = admission.sources
+                stream.rope_class = self._rope_class_name(admission.rope_class)
                 stream.place.leave()
         for event in outputs.events:
             stream = self._streams.get(event.request_id)
             if stream is not None and not stream.is_finished:
                 self._deliver(process, stream, event, now)
         self._listener.on_step(outputs.stats)
+
+    def _rope_class_name(self, rope_class: int) -> str:
+        assert self._info is not None
+        return self._info.rope_classes[rope_class][0]
 
     def _answer(self, reply: ControlReply) -> None:
         future = self._controls.get(reply.control_id)
@@ -343,7 +349,7 @@ class AsyncEngine:
             return
         if output.finish_reason is not None:
             self._end(stream, output.finish_reason)
-            output = replace(output, sources=stream.sources)
+            output = replace(output, sources=stream.sources, rope_class=stream.rope_class)
             if event.finish_reason is None:  # a stop string: the engine does not know it yet
                 process.send(Abort(event.request_id))
         stream.queue.put_nowait(output)

@@ -167,7 +167,7 @@ class RequestOutput:
 
     ``text`` is a delta; joined over all outputs of a request it equals the decoding of the whole, cut at a stop string.
     ``stop_reason`` is the stop string or stop token id that matched, None for the end-of-text token or the length.
-    ``sources`` comes with a request's last output.
+    ``sources`` and ``rope_class``, by name, come with a request's last output.
     """
 
     text: str
@@ -178,3 +178,4 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     sources: PromptSources | None = None
+    rope_class: str | None = None

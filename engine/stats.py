@@ -131,6 +131,7 @@ class Admission:
     num_cached_tokens: int
     queue_seconds: float
     sources: PromptSources
+    rope_class: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ class Metrics:
         labels = {name: str(getattr(info, name)) for name in _CACHE_LABELS}
         self._cache_info.clear()
         self._cache_info.labels(**labels).set(1)
+        self._rope_class_names = tuple(name for name, _ in info.rope_classes)
+        for name in self._rope_class_names:
+            self._rope_classes.labels(rope_class=name)
         if self._step is None:
             self._step = _idle_step(info)
 
@@ -74,6 +77,7 @@ class Metrics:
         self._query_tokens.inc(admission.num_prompt_tokens)
         self._hit_tokens.inc(admission.num_cached_tokens)
         self._queue.observe(admission.queue_seconds)
+        self._rope_classes.labels(rope_class=self._rope_class_names[admission.rope_class]).inc()
         for source in TokenSource:
             self._sources.labels(source=source.value).inc(admission.sources.count(source))
 
@@ -209,6 +213,13 @@ class Metrics:
         )
         for source in TokenSource:
             self._sources.labels(source=source.value)
+        self._rope_class_names: tuple[str, ...] = ()
+        self._rope_classes = Counter(
+            "octavo_requests_by_rope_class_total",
+            "Admitted requests by the rotation that their length was given.",
+            ["rope_class"],
+            registry=self._registry,
+        )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)

@@ -270,7 +270,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CacheInfo(msgspec.Struct, frozen=True):
-    """The prompt's tokens by where they came from, as far as the caller may know: what is cached for others is ``unseen``."""
+    """The prompt's tokens by where they came from, as far as the caller may know: what is cached for others is ``unseen``.
+
+    ``rope_class`` names the rotation that the request's length was given; blocks are shared within it.
+    """
 
     device: int
     host: int
@@ -279,6 +282,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     evicted: int
     unseen: int
     evicted_seconds: float | None
+    rope_class: str | None
 
 
 class Choice(msgspec.Struct, frozen=True):

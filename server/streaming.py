@@ -135,11 +135,11 @@ def fold_batch(batch: Batch, *, cache_info: bool = False) -> list[Choice]:
 
 def _choice(index: int, text: str, last: RequestOutput, cache_info: bool) -> Choice:
     reason = last.finish_reason.value if last.finish_reason else None
-    info = _cache_info(last.sources) if cache_info and last.sources is not None else msgspec.UNSET
+    info = _cache_info(last.sources, last.rope_class) if cache_info and last.sources is not None else msgspec.UNSET
     return Choice(index=index, text=text, finish_reason=reason, stop_reason=last.stop_reason, cache_info=info)
 
 
-def _cache_info(sources: PromptSources) -> CacheInfo:
+def _cache_info(sources: PromptSources, rope_class: str | None) -> CacheInfo:
     return CacheInfo(
         device=sources.device,
         host=sources.host,
@@ -148,6 +148,7 @@ def _cache_info(sources: PromptSources) -> CacheInfo:
         evicted=sources.evicted,
         unseen=sources.unseen + sources.other_namespace,
         evicted_seconds=sources.evicted_seconds,
+        rope_class=rope_class,
     )
 
 

@@ -10,7 +10,8 @@ from enum import Enum
 from engine.control import Command, Result
 from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from engine.queue_bound import Place, QueueBound
-from engine.request import FinishReason, RequestOutput, SamplingParams
+from engine.request import FinishReason, Namespace, RequestOutput, SamplingParams
+from engine.rope_classes import choose_rope_class
 from engine.stats import EngineInfo, PromptSources
 
 VOCAB_SIZE = 257
@@ -127,6 +128,10 @@ class FakeEngine:
                 f"prompt and max_tokens need {wanted} tokens, the context has {self.info.max_model_len}", param="prompt"
             )
 
+    def namespace(self, salt: str, num_tokens: int) -> Namespace:
+        assert self.info is not None
+        return Namespace(salt, choose_rope_class(self.info.rope_classes, num_tokens))
+
     def num_public_tokens(self, prompt_token_ids: Sequence[int]) -> int:
         return 2
 
@@ -176,6 +181,7 @@ class FakeEngine:
                     num_output_tokens=count,
                     finish_reason=finish if is_done else None,
                     sources=self.sources if is_done else None,
+                    rope_class="default" if is_done else None,
                 )
         finally:
             self.num_running -= 1

@@ -223,7 +223,9 @@ class Scheduler:
             self._served.charge(request.tenant, request.num_prompt_tokens - match.num_tokens)
             sources = self.manager.sources(request.namespace, request.prompt_token_ids, match, _found(match, num_resident))
             wait = self._clock() - request.arrival_time
-            admission = Admission(request.request_id, request.num_prompt_tokens, match.num_tokens, wait, sources)
+            admission = Admission(
+                request.request_id, request.num_prompt_tokens, match.num_tokens, wait, sources, request.namespace.rope_class
+            )
             self._counts.admissions.append(admission)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = match.num_tokens

@@ -291,6 +291,7 @@ async def test_cache_info_comes_on_demand_and_does_not_tell_what_others_have(cli
         whole = (await http.post(URL, json=asked)).json()
         chunks = events_of((await http.post(URL, json=asked | {"stream": True})).text)
     expected = {"device": 1, "host": 2, "disk": 3, "in_flight": 4, "evicted": 5, "unseen": 13, "evicted_seconds": 1.5}
+    expected["rope_class"] = "default"
     assert [choice["cache_info"] for choice in whole["choices"]] == [expected] * 2
     infos = [c["choices"][0]["cache_info"] for c in chunks if "cache_info" in c["choices"][0]]
     assert infos == [expected] * 2

@@ -31,6 +31,7 @@ FAMILIES = {
     "octavo_kv_cache_reuse_gap_seconds": ("histogram", ()),
     "octavo_kv_cache_idle_before_evict_seconds": ("histogram", ()),
     "octavo_prompt_tokens_by_source_total": ("counter", ("source",)),
+    "octavo_requests_by_rope_class_total": ("counter", ("rope_class",)),
     "octavo_prefix_cache_query_tokens_total": ("counter", ()),
     "octavo_prefix_cache_hit_tokens_total": ("counter", ()),
     "octavo_prompt_tokens_total": ("counter", ()),
@@ -240,8 +241,9 @@ def test_step_counts_add_up_and_steps_without_tokens_are_no_steps(metrics) -> No
 
 
 def test_admissions_tokens_and_ends_are_counted(metrics) -> None:
+    metrics.on_ready(fake_info(rope_classes=(("default", 64), ("yarn-2", 128))))
     metrics.on_admission(Admission("a", 100, 64, 0.004, PromptSources(device=48, in_flight=16, evicted=30, unseen=6)))
-    metrics.on_admission(Admission("b", 20, 0, 0.2, PromptSources(other_namespace=16, unseen=4)))
+    metrics.on_admission(Admission("b", 20, 0, 0.2, PromptSources(other_namespace=16, unseen=4), rope_class=1))
     metrics.on_token(0.120, first=True)
     metrics.on_token(0.030, first=False)
     metrics.on_token(0.050, first=False)
@@ -251,6 +253,8 @@ def test_admissions_tokens_and_ends_are_counted(metrics) -> None:
     assert found["octavo_prompt_tokens_total"] == 120
     assert found["octavo_prefix_cache_query_tokens_total"] == 120
     assert found["octavo_prefix_cache_hit_tokens_total"] == 64
+    assert found["octavo_requests_by_rope_class_total{rope_class=default}"] == 1
+    assert found["octavo_requests_by_rope_class_total{rope_class=yarn-2}"] == 1
     sources = {source: found[f"octavo_prompt_tokens_by_source_total{{source={source}}}"] for source in SOURCES}
     assert sources == {
         "device": 48,
