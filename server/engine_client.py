@@ -12,7 +12,7 @@ from typing import Protocol
 from engine.control import Command, Result
 from engine.errors import EngineDeadError
 from engine.queue_bound import Place
-from engine.request import RequestOutput, SamplingParams
+from engine.request import Namespace, RequestOutput, SamplingParams
 from engine.stats import EngineInfo
 
 
@@ -66,6 +66,9 @@ class EngineClient(Protocol):
         call. Without a ``place`` it takes one.
         """
         ...
+
+    def namespace(self, salt: str, num_tokens: int) -> Namespace:
+        """Where requests of that many tokens, prompt and output, share blocks."""
 
     def num_public_tokens(self, prompt_token_ids: Sequence[int]) -> int:
         """How many tokens of the prompt's start belong to a public prefix, whose blocks all salts share."""
@@ -136,6 +139,9 @@ class PendingEngine:
             arrival_time=arrival_time,
             place=place,
         )
+
+    def namespace(self, salt: str, num_tokens: int) -> Namespace:
+        return self._attached().namespace(salt, num_tokens)
 
     def num_public_tokens(self, prompt_token_ids: Sequence[int]) -> int:
         return self._attached().num_public_tokens(prompt_token_ids)

@@ -33,6 +33,7 @@ class Metrics:
     """An EngineListener. All methods run on one event loop; ``clock`` is in seconds and never goes back."""
 
     def __init__(self, registry: CollectorRegistry, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rope_class_names: tuple[str, ...] = ()
         self._registry = registry
         self._step: StepStats | None = None
         self._prompt_rate = RateWindow(10.0, clock)
@@ -213,7 +214,6 @@ class Metrics:
         )
         for source in TokenSource:
             self._sources.labels(source=source.value)
-        self._rope_class_names: tuple[str, ...] = ()
         self._rope_classes = Counter(
             "octavo_requests_by_rope_class_total",
             "Admitted requests by the rotation that their length was given.",

@@ -14,6 +14,7 @@ from engine.llm import LLM
 from engine.request import Request, SamplingParams
 from engine.rope_classes import choose_rope_class
 from engine.sched.plan import ScheduledSequence, StepPlan
+from engine.sched.pressure import recompute_newest
 from tests.tiny_folder import make_folder, one_thread
 
 __all__ = ["one_thread"]
@@ -113,7 +114,9 @@ def test_the_same_tokens_when_preempted(tiny: Path, rope_type: str) -> None:
     llm = make_llm(tiny, SCALINGS[rope_type])
     indices = fitting(llm)
     expected = [alone(llm, i) for i in indices]
-    requests, tokens = together(make_llm(tiny, SCALINGS[rope_type], num_blocks=66), indices)
+    small = make_llm(tiny, SCALINGS[rope_type], num_blocks=66)
+    small.core.scheduler._pressure = recompute_newest()  # without foresight, so that it comes to preemptions
+    requests, tokens = together(small, indices)
     assert sum(request.num_preemptions for request in requests) >= 1
     assert tokens == expected
 
