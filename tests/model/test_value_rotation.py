@@ -16,6 +16,7 @@ from engine.model.ops import TorchOps
 from engine.model.rope import RopeTable
 from engine.model.value_rotation import hadamard, rotate_values
 from engine.model.weights import load_weights, open_checkpoint
+from engine.rope_classes import RopeClass
 from tests.model.tiny_models import make_model
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def test_the_logits_stay(name: str, tmp_path: Path) -> None:
         storage = KVStorage(KVFormat(dtype="float32", block_size=16, **shape), 1, CPU)
         attention = choose_backend("reference", storage, config.num_heads, torch.float32)
         attention.plan(AttentionWork((WorkItem(0, 9, 0, (0,), 0, 9),), tuple(range(9)), 16))
-        rope = RopeTable((config.rope,), 9, CPU)
+        rope = RopeTable((RopeClass("", config.rope, 9, 9),), CPU)
         model = LlamaModel(config, weights, TorchOps(), attention)
         logits = model.forward(torch.arange(3, 12), rope.cos[:9], rope.sin[:9], torch.arange(9))
         seen.append((logits, storage.v(1)[0, :, :9]))
