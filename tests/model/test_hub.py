@@ -224,7 +224,7 @@ def test_an_interrupted_download_cleans_up(index: Index, spec: WheelFile, tmp_pa
     wait_until(lambda: half_arrived(home, spec))
     pip = psutil.Process(child.pid).children()
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=20)
+    _, errors = child.communicate(timeout=60)
     assert errors.strip().endswith("KeyboardInterrupt")
     assert left_behind(home) == []
     assert pip
