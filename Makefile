@@ -55,7 +55,8 @@ types: .venv/.installed-dev
 check: lint types test
 
 bench: .venv/.installed-dev
-	$(BIN)/python -m loadtest.bench --serve "$(BIN)/octavo serve $(MODEL)" --weight-bytes 538e6 --reps 3 --json bench.json
+	$(BIN)/python -m loadtest.bench --serve "$(BIN)/octavo serve smollm2-135m --kv-cache-memory 512MiB" \
+		--weight-bytes 538e6 --cache-bytes 536870912 --reps 3 --json bench.json
 
 soak: .venv/.installed-dev
 	$(BIN)/python -m loadtest.soak --serve "$(BIN)/octavo serve smollm2-135m --kv-cache-memory 64MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +70,8 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     model_config = checkpoint.config
     device = _device(config)
     notes: list[str] = []
-    dtype = _compute_dtype(config, model_config, device, notes)
+    dtype = _compute_dtype(config, checkpoint, device, notes)
+    plan_context(config, model_config, sys.maxsize)  # what no cache could mend is refused before the weights are loaded
     weights = _load_weights(checkpoint, dtype, device, on_progress)
     order_rotary_rows(weights, model_config.rope, model_config.num_heads, model_config.num_kv_heads)
     fmt = kv_format(config.cache, model_config, dtype, device)
@@ -111,15 +113,17 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _compute_dtype(config: EngineConfig, model: ModelConfig, device: torch.device, notes: list[str]) -> str:
+def _compute_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, notes: list[str]) -> str:
+    dtype = checkpoint.config.dtype
     if config.dtype != "auto":
         return config.dtype
-    if device.type == "cpu" and model.dtype != "float32":
+    if device.type == "cpu" and dtype != "float32":
+        stored = " and ".join(checkpoint.matrix_types)
         notes.append(
-            f"weights are {model.dtype}; computing in float32, as 16-bit matrix products are slow on CPUs (--dtype changes it)"
+            f"weights are {stored}; computing in float32, as 16-bit matrix products are slow on CPUs (--dtype changes it)"
         )
         return "float32"
-    return model.dtype
+    return dtype
 
 
 def _load_weights(checkpoint: Checkpoint, dtype: str, device: torch.device, on_progress: OnProgress) -> ModelWeights:

@@ -188,6 +188,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weight-bytes", type=float, help="bytes of weights that a decode step reads, to show the share of the ceiling"
     )
+    parser.add_argument(
+        "--cache-bytes", type=float, help="bytes of the KV cache, if the scenarios fill it, to show what memory goes to neither"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
     return parser
 
@@ -220,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.json is not None:
         options.json.write_text(json.dumps(result.as_json(), indent=1) + "\n")
-    print(markdown([result.as_json()], weight_bytes=options.weight_bytes))
+    print(markdown([result.as_json()], weight_bytes=options.weight_bytes, cache_bytes=options.cache_bytes))
     return 0 if result.is_valid else 1
 
 

@@ -54,16 +54,19 @@ ROWS = (
 )
 
 
-def markdown(runs: Sequence[Run], base: str | None = None, weight_bytes: float | None = None) -> str:
+def markdown(
+    runs: Sequence[Run], base: str | None = None, weight_bytes: float | None = None, cache_bytes: float | None = None
+) -> str:
     """The table and its notes. ``weight_bytes``: what one decode step must read, to state decode as a share of the machine's
-    reading speed. Rows that no run has are left out. Raises ReportError if there is no run labelled ``base``."""
+    reading speed; with ``cache_bytes``, all of the KV cache, which the scenarios must have filled, also to state what memory
+    goes to neither. Rows that no run has are left out. Raises ReportError if there is no run labelled ``base``."""
     base_run = _find(runs, base) if base is not None else None
     lines = ["| | " + " | ".join(run["label"] for run in runs) + " |", "|---|" + "---:|" * len(runs)]
     for row in ROWS:
         cells = [_cell(run, row, base_run) for run in runs]
         if any(cells):
             lines.append(f"| {row.title} | " + " | ".join(cell or "-" for cell in cells) + " |")
-    lines += _machine_rows(runs, weight_bytes)
+    lines += _machine_rows(runs, weight_bytes, cache_bytes)
     notes = _notes(runs)
     return "\n".join([*lines, "", *notes] if notes else lines)
 
@@ -90,7 +93,7 @@ def _cell(run: Run, row: Row, base: Run | None) -> str:
     return f"{_short(value)}{mark}" + (f" ({value / base_value:.2f}x)" if base_value else "")
 
 
-def _machine_rows(runs: Sequence[Run], weight_bytes: float | None) -> list[str]:
+def _machine_rows(runs: Sequence[Run], weight_bytes: float | None, cache_bytes: float | None) -> list[str]:
     """What belongs to the whole run: start, memory, and what the machine could do."""
     facts: list[tuple[str, list[float | None]]] = [
         ("ready in s", [run["ready_in_s"] for run in runs]),
@@ -101,6 +104,9 @@ def _machine_rows(runs: Sequence[Run], weight_bytes: float | None) -> list[str]:
     ]
     if weight_bytes is not None:
         facts.append(("decode: share of the memory's reading speed", [_read_share(run, weight_bytes) for run in runs]))
+    if weight_bytes is not None and cache_bytes is not None:
+        known = weight_bytes + cache_bytes
+        facts.append(("peak RSS beside weights and cache, MiB", [_peak_beside(run, known) for run in runs]))
     return [
         f"| {title} | " + " | ".join("-" if value is None else _short(value) for value in values) + " |"
         for title, values in facts
@@ -111,6 +117,11 @@ def _machine_rows(runs: Sequence[Run], weight_bytes: float | None) -> list[str]:
 def _scaled(part: dict[str, Any] | None, key: str, scale: float) -> float | None:
     value = part[key] if part is not None else None
     return None if value is None else value * scale
+
+
+def _peak_beside(run: Run, known_bytes: float) -> float | None:
+    peak = _scaled(run["memory"], "peak_rss", 1)
+    return None if peak is None else (peak - known_bytes) / 2**20
 
 
 def _read_share(run: Run, weight_bytes: float) -> float | None:
@@ -160,9 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--base", help="label of the run that the others are compared with")
     parser.add_argument("--weight-bytes", type=float, help="bytes of weights that one decode step reads")
+    parser.add_argument("--cache-bytes", type=float, help="bytes of the KV cache, which the scenarios have filled")
     options = parser.parse_args(arguments)
     try:
-        print(markdown([load(path) for path in options.files], options.base, options.weight_bytes))
+        runs = [load(path) for path in options.files]
+        print(markdown(runs, options.base, options.weight_bytes, options.cache_bytes))
     except ReportError as exc:
         print(f"report: {exc}", file=sys.stderr)
         return 2

@@ -10,7 +10,9 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -41,7 +43,7 @@ class ServerUnderTest:
 def serving(command: str, ready_timeout_s: float) -> Iterator[ServerUnderTest]:
     """Run ``command --port N`` on a free port until the block ends; ready when the block is entered. Raises ServerError."""
     port = _free_port()
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, _exit_on_sigterm():
         start = time.perf_counter()
         process = _start([*shlex.split(command), "--port", str(port)], log)
         try:
@@ -50,6 +52,19 @@ def serving(command: str, ready_timeout_s: float) -> Iterator[ServerUnderTest]:
             yield ServerUnderTest(url, process.pid, time.perf_counter() - start)
         finally:
             _stop(process)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM ends this process as an exception, so that it does not leave the server behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_healthy(url: str) -> bool:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from engine.config import KV_DTYPES, CacheConfig, EngineConfig, SchedulerConfig
-from engine.errors import ConfigError, InsufficientMemoryError
+from engine.errors import ConfigError, InsufficientMemoryError, StartupError
 from engine.kv.format import ELEMENT_BYTES, SEALED_TYPES
 from engine.load import LoadedEngine, load_engine
 from engine.memory import available_bytes, plan_num_blocks
+from engine.model.weights import open_checkpoint
 from engine.request import SamplingParams
 from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
 from tests.tiny_folder import make_folder, one_thread
@@ -110,6 +111,28 @@ def test_a_window_as_long_as_the_context_limits_nothing(windowed: Path, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     info = load(tmp_path).info
     assert (info.max_model_len, info.notes) == (128, ())
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"rope_scaling": "{"}, "not JSON"),
+        ({"rope_scaling": '{"rope_type": "magic"}'}, "magic"),
+        ({"max_model_len": 129}, "129"),
+    ],
+)
+def test_what_the_context_cannot_be_is_refused_before_the_weights_are_read(
+    folder: Path, asked: dict[str, Any], reason: str
+) -> None:
+    stages: list[str] = []
+    config = EngineConfig(model_path=str(folder), model_name="tiny", rope_policy="static", **asked)
+    with pytest.raises(StartupError, match=reason):
+        load_engine(config, lambda stage, share: stages.append(stage))
+    assert "loading weights" not in stages
+
+
+def test_a_quantized_file_is_called_by_its_types(smollm2_path: Path) -> None:
+    assert open_checkpoint(smollm2_path).matrix_types == ("Q4_1", "Q8_0")
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])

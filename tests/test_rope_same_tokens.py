@@ -15,6 +15,7 @@ from engine.request import Request, SamplingParams
 from engine.rope_classes import choose_rope_class
 from engine.sched.plan import ScheduledSequence, StepPlan
 from engine.sched.pressure import recompute_newest
+from tests.short_answers import expect_short_answers, up_to_eos
 from tests.tiny_folder import make_folder, one_thread
 
 __all__ = ["one_thread"]
@@ -78,16 +79,17 @@ def fitting(llm: LLM) -> list[int]:
     return [i for i in range(len(PROMPTS)) if len(PROMPTS[i]) + NUM_TOKENS[i] <= limit]
 
 
-def greedy(num_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+def greedy(num_tokens: int, *, ignore_eos: bool = True) -> SamplingParams:
+    """With ``ignore_eos`` the scheduler knows that the length is fixed."""
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=ignore_eos)
 
 
 def alone(llm: LLM, index: int) -> tuple[int, ...]:
     return llm.generate([PROMPTS[index]], greedy(NUM_TOKENS[index]))[0].token_ids
 
 
-def together(llm: LLM, indices: list[int]) -> tuple[list[Request], list[tuple[int, ...]]]:
-    requests = [llm._add(PROMPTS[i], greedy(NUM_TOKENS[i])) for i in indices]
+def together(llm: LLM, indices: list[int], *, ignore_eos: bool = True) -> tuple[list[Request], list[tuple[int, ...]]]:
+    requests = [llm._add(PROMPTS[i], greedy(NUM_TOKENS[i], ignore_eos=ignore_eos)) for i in indices]
     while llm.core.has_work:
         llm.core.step()
         llm.core.scheduler.manager.check_integrity()
@@ -109,14 +111,19 @@ def test_the_same_tokens_alone_beside_longer_ones_in_any_chunks_and_after_hits(t
         assert together(fresh, backwards)[1] == expected[::-1]
 
 
+@pytest.mark.parametrize("policy", ["default", "newest"])
 @pytest.mark.parametrize("rope_type", LADDERS[:3])
-def test_the_same_tokens_when_preempted(tiny: Path, rope_type: str) -> None:
+def test_the_same_tokens_when_preempted(tiny: Path, rope_type: str, policy: str) -> None:
     llm = make_llm(tiny, SCALINGS[rope_type])
     indices = fitting(llm)
     expected = [alone(llm, i) for i in indices]
     small = make_llm(tiny, SCALINGS[rope_type], num_blocks=66)
-    small.core.scheduler._pressure = recompute_newest()  # without foresight, so that it comes to preemptions
-    requests, tokens = together(small, indices)
+    if policy == "newest":
+        small.core.scheduler._pressure = recompute_newest()  # without foresight, so that it comes to preemptions
+    else:
+        expect_short_answers(small)  # with foresight, but the answers turn out longer than all before
+        expected = [up_to_eos(tokens) for tokens in expected]
+    requests, tokens = together(small, indices, ignore_eos=policy == "newest")
     assert sum(request.num_preemptions for request in requests) >= 1
     assert tokens == expected
 

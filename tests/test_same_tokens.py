@@ -15,6 +15,7 @@ from engine.llm import LLM
 from engine.request import Namespace, Request, SamplingParams
 from engine.sched.pressure import recompute_newest
 from engine.stats import Admission
+from tests.short_answers import expect_short_answers
 
 pytestmark = pytest.mark.all_cores
 
@@ -148,9 +149,13 @@ def test_all_at_once_in_chunks(smollm2_path: Path, expected: list[tuple[int, ...
     assert token_ids(make_llm(smollm2_path, chunk=chunk)) == expected
 
 
-def test_preempted(smollm2_path: Path, expected: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("policy", ["default", "newest"])
+def test_preempted(smollm2_path: Path, expected: list[tuple[int, ...]], policy: str) -> None:
     llm = make_llm(smollm2_path, num_blocks=14)
-    llm.core.scheduler._pressure = recompute_newest()  # without foresight, so that it comes to preemptions
+    if policy == "newest":
+        llm.core.scheduler._pressure = recompute_newest()  # without foresight, so that it comes to preemptions
+    else:
+        expect_short_answers(llm)  # with foresight, but the answers turn out longer than all before
     requests = [llm._add(tuple(llm.tokenizer.encode(prompt)), GREEDY) for prompt in PROMPTS]
     while llm.core.has_work:
         llm.core.step()

@@ -8,6 +8,7 @@ Rows are read with plain file reads, a chunk at a time, not through mmap: mapped
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,13 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
+
+    @property
+    def matrix_types(self) -> tuple[str, ...]:
+        """How the matrices are stored, the most frequent first: by torch's names, or ggml's where they are quantized."""
+        counts = Counter(tensor.encoding for tensor in self.tensors.values() if len(tensor.shape) > 1)
+        plain = {encoding: str(dtype).removeprefix("torch.") for encoding, dtype in PLAIN_ENCODINGS.items()}
+        return tuple(plain.get(encoding, encoding) for encoding, _ in counts.most_common())
 
 
 def copy_rows(tensor: StoredTensor, target: torch.Tensor, on_read: Callable[[int], None]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from fake_openai import FakeServer, running
 
 from loadtest import bench
 from loadtest.ceilings import Ceilings
+from loadtest.proc import process_tree
 from loadtest.server import ServerError, is_healthy, serving
 
 FAKE = shlex.join([sys.executable, str(Path(__file__).parent / "fake_openai.py")])
@@ -119,3 +122,21 @@ def test_the_server_is_gone_after_an_error_in_the_block() -> None:
     with pytest.raises(KeyError):
         fail()
     assert not is_healthy(urls[0])
+
+
+def test_ended_by_sigterm_it_takes_its_server_along() -> None:
+    code = f"""
+import time
+from loadtest.server import serving
+with serving({FAKE!r}, 30) as server:
+    print(server.pid, flush=True)
+    time.sleep(60)
+"""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        server_pid = int(bench.stdout.readline())
+        assert process_tree(server_pid)
+        bench.terminate()
+        assert bench.wait(30) == 128 + signal.SIGTERM
+    assert not process_tree(server_pid)

@@ -48,6 +48,12 @@ def test_the_machine_is_in_the_table_and_rows_without_a_figure_are_not() -> None
     assert "16 at once" not in text
 
 
+def test_memory_beside_weights_and_cache() -> None:
+    text = markdown([run("ours", 30.0)], weight_bytes=300 << 20, cache_bytes=200 << 20)
+    assert "| peak RSS beside weights and cache, MiB | 400 |" in text
+    assert "beside weights" not in markdown([run("ours", 30.0)], weight_bytes=300 << 20)
+
+
 def test_disturbed_and_invalid_repetitions_are_told() -> None:
     assert "| 1 stream: decode tok/s | 30* |" in markdown([run("ours", 30.0, disturbed=3)])
     assert "1 disturbed repetitions do not count" in markdown([run("ours", 30.0, disturbed=1, counted=2)])

@@ -217,6 +217,17 @@ async def test_a_body_that_is_no_json_object_is_refused(client, body) -> None:
         assert (await http.post(URL, json={"prompt": "a"})).status_code == 200
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": "\\ud800"}', b'{"prompt": "a\\udbff"}', b'{"stop": ["\\ud83d"]}'])
+async def test_half_of_a_surrogate_pair_is_called_what_it_is(http, body) -> None:
+    response = await http.post(URL, content=body, headers=JSON)
+    assert "half of a surrogate pair" in check_error(response, 400, None)["message"]
+
+
+async def test_a_body_cut_short_is_called_what_it_is(http) -> None:
+    response = await http.post(URL, content=b'{"prompt": "a', headers=JSON)
+    assert "truncated" in check_error(response, 400, None)["message"]
+
+
 async def test_a_long_unknown_field_name_gives_a_short_answer(http) -> None:
     response = await http.post(URL, json={"prompt": "a", "z" * 100_000: 1})
     assert response.status_code == 400
