@@ -69,6 +69,7 @@ class EngineProcess:
                 on_progress(message.stage, message.share)
             elif isinstance(message, Ready):
                 self._is_ready = True
+                self._forget_addresses()
                 return message.info
             elif isinstance(message, Failed):
                 await self._exit
@@ -76,6 +77,11 @@ class EngineProcess:
             else:
                 code = await self._exit
                 raise StartupError(f"the engine process ended with status {code} while it started; its last words are above")
+
+    def _forget_addresses(self) -> None:
+        """Both ends are connected and will not connect again: nothing of the sockets need lie about, should all of us be killed."""
+        if self._to_engine.get(zmq.EVENTS) & zmq.POLLOUT:
+            self._folder.cleanup()
 
     async def receive(self) -> FromEngine | None:
         """The next message; None once the process is dead and everything it said has been read."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -272,6 +273,13 @@ async def test_an_engine_that_cannot_come_back_is_tried_again_until_it_can(
     assert listener.infos == [engine.info] * 2
     assert [output.token_ids for output in await collect(engine, [8, 9], GREEDY)] == expected
     await until(lambda: listener.is_idle)
+
+
+async def test_no_folder_lies_about_while_the_engine_runs(engine: AsyncEngine) -> None:
+    """Nobody could remove it if server and engine were both killed."""
+    arguments = msgspec.json.decode(psutil.Process(engine.engine_pid).cmdline()[-1])
+    assert not Path(arguments["inbox"].removeprefix("ipc://")).parent.exists()
+    assert await collect(engine, [8, 9], GREEDY)
 
 
 async def test_stop_ends_streams_and_process_and_may_be_called_again(engine: AsyncEngine, listener: Recorder) -> None:

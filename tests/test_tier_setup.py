@@ -123,6 +123,32 @@ def test_no_time_no_flush(folder: Path, tmp_path: Path, caplog: pytest.LogCaptur
     assert "11 not" in caplog.text
 
 
+def test_a_flush_passes_over_a_file_that_cannot_be(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llm = make_llm(folder, disk=tmp_path)
+    ask(llm)
+    llm.close()
+    first, *rest = files(tmp_path)
+    for path in (first, *rest):
+        path.unlink()
+    first.mkdir()
+    llm = make_llm(folder, disk=tmp_path)
+    ask(llm)
+    llm.close()
+    assert [path for path in files(tmp_path) if path.is_file()] == rest
+    assert first.name in caplog.text
+
+
+def test_a_flush_counts_what_other_servers_have_written_since(folder: Path, tmp_path: Path) -> None:
+    bound = 12 * (BLOCK_BYTES + HEADER_BYTES)
+    llms = [make_llm(folder, disk=tmp_path, disk_bytes=bound) for _ in range(2)]
+    ask(llms[0])
+    crowd_out(llms[1], 1)
+    for llm in llms:
+        llm.close()
+    sizes = [path.stat().st_size for path in files(tmp_path)]
+    assert bound // 2 < sum(sizes) <= bound
+
+
 def test_what_was_dropped_just_before_a_stop_is_not_found_by_the_next_start(folder: Path, tmp_path: Path) -> None:
     llm = make_llm(folder, disk=tmp_path)
     ask(llm)

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import os
 import re
+import stat
 import struct
 import time
 import uuid
@@ -206,6 +207,8 @@ def _model_blocks(folder: os.DirEntry[str]) -> Iterator[tuple[int, StoredBlock]]
             continue
         with contextlib.suppress(FileNotFoundError):
             status = entry.stat(follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                continue
             key = BlockKey(model, bytes.fromhex(match[1]), bytes.fromhex(match[2]), bytes.fromhex(match[3] or ""))
             yield status.st_mtime_ns, StoredBlock(key, status.st_size)
 

@@ -217,6 +217,9 @@ class DiskWorker:
             return WriteDone(key, slot, None)
         try:
             stored = self._folder.write(key, self._rows[slot])
+        except IsADirectoryError as error:  # a matter of this name, not of the disk
+            logger.warning("disk cache: cannot store %s: %s", self._folder.path(key).name, error.strerror)
+            return WriteDone(key, slot, None)
         except OSError as error:
             if self._paused_until is None:
                 logger.warning(

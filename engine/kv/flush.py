@@ -51,6 +51,7 @@ class Flush:
 
     def run(self, nodes: Iterable[PrefixNode], is_late: Callable[[], bool]) -> FlushResult:
         """Write the full blocks of ``nodes`` and the host blocks that are not on the disk yet. Never raises for the disk's sake."""
+        self._look()
         items = list(self._items(nodes))
         budget = self._tiers.disk.max_bytes
         written: list[BlockKey] = []
@@ -61,14 +62,28 @@ class Flush:
                 break
             try:
                 self._tiers.disk.add(self._folder.write(item.key, payload))
-                for victim in self._tiers.disk.overflow():
-                    self._folder.delete(victim)
+                self._delete_overflow()
+            except IsADirectoryError as error:  # a matter of this name, not of the disk
+                logger.warning("disk cache: cannot store %s: %s", self._folder.path(item.key).name, error.strerror)
+                continue
             except OSError as error:
                 logger.warning("disk cache: cannot store in %s (%s)", self._folder.root, error.strerror or error)
                 break
             written.append(item.key)
         self._folder.mark_used(reversed(written))  # what came first is to be deleted last
         return FlushResult(len(written), len(items) - len(written))
+
+    def _look(self) -> None:
+        """Other servers' files count against the bound too."""
+        try:
+            self._tiers.disk.reconcile(self._folder.scan(), self._tiers.unwanted)
+            self._delete_overflow()
+        except OSError as error:
+            logger.warning("disk cache: cannot look through %s: %s", self._folder.root, error.strerror or error)
+
+    def _delete_overflow(self) -> None:
+        for victim in self._tiers.disk.overflow():
+            self._folder.delete(victim)
 
     def _items(self, nodes: Iterable[PrefixNode]) -> Iterator[_Item]:
         """What is not on the disk yet: of two blocks the more recently used one first, and a block before those that continue it."""

@@ -30,7 +30,7 @@ class PinLimits:
         if total > self.num_blocks - self.longest_blocks:
             return (
                 f"pins would hold {total} blocks ({num_pinned} do now); the longest request needs {self.longest_blocks} of the"
-                f" cache's {self.num_blocks} blocks, which leaves {self.max_blocks} for pins"
+                f" cache's {self.num_blocks} blocks, which leaves {self.max_blocks} for pins; a shorter --max-model-len leaves more"
             )
         return None
 

@@ -272,7 +272,7 @@ class TierCache:
         unknown = [block for block in done.found if not self._is_known(block.key.digest)]
         places = own_places(unknown, self._io.model)
         condemned = {digest for sweep in (*self._sweeps, *self._overdue) for digest in sweep.condemned(places)}
-        self.disk.reconcile(done.found, {*self._deleting, *self._undeleted, *condemned})
+        self.disk.reconcile(done.found, self.unwanted | condemned)
         self._delete([*(block.key for block in unknown if block.key.digest in condemned), *self.disk.overflow()])
         self._overdue.clear()
         if done.was_asked:
@@ -314,6 +314,11 @@ class TierCache:
     @property
     def deleting(self) -> list[BlockKey]:
         return list(self._deleting.values())
+
+    @property
+    def unwanted(self) -> set[bytes]:
+        """Digests of files that are to go, or should have gone."""
+        return {*self._deleting, *self._undeleted}
 
     def num_continued(self, scope: DropScope, known: Sequence[bytes]) -> int:
         """How many of the scope's own blocks, from the first, are continued by blocks of the tiers that the drop does not mean.

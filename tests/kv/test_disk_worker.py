@@ -123,6 +123,16 @@ def test_a_vanished_file_is_a_miss_and_one_line(disk: Disk, caplog: pytest.LogCa
     assert len(lines(caplog)) == 1
 
 
+def test_a_folder_where_a_file_should_be_costs_that_block_alone(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    disk.folder.path(disk.key(1)).mkdir(parents=True)
+    for number in (1, 2):
+        disk.worker.write(disk.key(number), 0)
+    stored = {done.key: done.stored is not None for done in disk.wait_for(2) if isinstance(done, WriteDone)}
+    assert stored == {disk.key(1): False, disk.key(2): True}
+    assert len(lines(caplog)) == 1
+    assert disk.folder.path(disk.key(1)).name in lines(caplog)[0]
+
+
 def test_a_full_disk_stops_storing_with_one_line_and_is_tried_again_later(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     disk.worker.write(disk.key(1), 0)
     disk.wait_for(1)
