@@ -10,6 +10,9 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from engine.stats import TokenSource
 
 
 class RateWindow:
@@ -52,6 +55,25 @@ class WithoutCreated(Collector):
         for family in self._registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
+
+
+class TenantView(Collector):
+    """The families as tenants may see them: what others have cached counts as ``unseen``, or they could find out their prompts."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._collector.collect():
+            if any("source" in sample.labels for sample in family.samples):
+                family.samples = _without_other_namespaces(family.samples)
+            yield family
+
+
+def _without_other_namespaces(samples: list[Sample]) -> list[Sample]:
+    hidden = sum(sample.value for sample in samples if sample.labels["source"] == TokenSource.OTHER_NAMESPACE)
+    shift = {TokenSource.OTHER_NAMESPACE.value: -hidden, TokenSource.UNSEEN.value: hidden}
+    return [sample._replace(value=sample.value + shift.get(sample.labels["source"], 0.0)) for sample in samples]
 
 
 class CountedHistogram(Collector):

@@ -24,7 +24,7 @@ from server.buckets import (
     STEP_TOKEN_BUCKETS,
     TTFT_BUCKETS,
 )
-from server.instruments import CountedHistogram, RateWindow, WithoutCreated
+from server.instruments import CountedHistogram, RateWindow, TenantView, WithoutCreated
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,9 +44,10 @@ class Metrics:
         self._add_histograms()
         self._add_infos()
 
-    def render(self) -> bytes:
-        """The text exposition, format 0.0.4 (CONTENT_TYPE)."""
-        return generate_latest(WithoutCreated(self._registry))
+    def render(self, *, for_operator: bool) -> bytes:
+        """The text exposition, format 0.0.4 (CONTENT_TYPE). Only the operator sees what is cached in other namespaces."""
+        families = WithoutCreated(self._registry)
+        return generate_latest(families if for_operator else TenantView(families))
 
     def on_ready(self, info: EngineInfo) -> None:
         """The engine is up: say what it settled on, and that its cache is empty unless a step has said more."""

@@ -74,10 +74,11 @@ class RealServer:
     def health(self) -> int:
         return self.http.get("/health").status_code
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, key: str | None = None) -> dict[str, float]:
         """Every sample, as ``name`` or ``name{label value}``; of histograms, the counts and sums."""
         samples: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        for family in text_string_to_metric_families(self.http.get("/metrics", headers=headers).text):
             for sample in family.samples:
                 if "le" not in sample.labels:
                     labels = ",".join(sample.labels.values())

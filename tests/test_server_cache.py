@@ -55,8 +55,8 @@ def info(answer: Any, index: int = 0) -> dict[str, int]:
     return counts
 
 
-def sources(server: RealServer) -> dict[str, float]:
-    metrics = server.metrics()
+def sources(server: RealServer, name: str = "admin") -> dict[str, float]:
+    metrics = server.metrics(NAMES[name])
     counts = {source: metrics[f"octavo_prompt_tokens_by_source_total{{{source}}}"] for source in SOURCES}
     assert sum(counts.values()) == metrics["octavo_prompt_tokens_total"]
     found = counts["device"] + counts["host"] + counts["disk"] + counts["in_flight"]
@@ -65,7 +65,7 @@ def sources(server: RealServer) -> dict[str, float]:
 
 
 def test_tenants_share_nothing_but_the_public_prefix_and_labels_say_so(server: RealServer) -> None:
-    before = sources(server)
+    before, before_bob = sources(server), sources(server, "bob")
     private = [*range(60, 81)]  # 5 full blocks and a token
     first = ask(server, "alice", private)
     assert info(first)["unseen"] == 21
@@ -83,6 +83,9 @@ def test_tenants_share_nothing_but_the_public_prefix_and_labels_say_so(server: R
     assert difference(before, after, "unseen") == 21 + 1 + 1 + 1
     assert difference(before, after, "other_namespace") == 20 + 20
     assert difference(before, after, "device") == 20
+    after_bob = sources(server, "bob")
+    assert difference(before_bob, after_bob, "other_namespace") == 0
+    assert difference(before_bob, after_bob, "unseen") == 21 + 1 + 21 + 21, "nor does bob read it off the metrics"
 
     system = ask(server, "alice", PUBLIC + "One")
     assert info(system)["unseen"] == 31

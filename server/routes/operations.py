@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from server import __version__
@@ -27,7 +28,10 @@ def operations_router(service: Service) -> APIRouter:
         return JSONResponse({"version": __version__})
 
     @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+    async def metrics(request: Request) -> Response:
+        """Open to all; with the admin key, tokens that are cached for other tenants have their own label."""
+        caller = service.keyring.identify(request.headers.get("authorization", "").encode())
+        for_operator = caller is not None and caller.is_admin
+        return Response(service.metrics.render(for_operator=for_operator), headers={"content-type": CONTENT_TYPE})
 
     return router

@@ -71,7 +71,7 @@ class Clock:
 def samples(metrics: Metrics) -> dict[str, float]:
     """Every sample by name and labels, as Prometheus would read it."""
     found = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(metrics.render(for_operator=True).decode()):
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
             key = f"{sample.name}{{{labels}}}" if labels else sample.name
@@ -143,7 +143,7 @@ def metrics(clock) -> Metrics:
 def test_families_are_the_golden_list(metrics) -> None:
     metrics.on_ready(fake_info())
     found = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(metrics.render(for_operator=True).decode()):
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         found[name] = (family.type, tuple(sorted(labels)))
@@ -277,6 +277,19 @@ def test_admissions_tokens_and_ends_are_counted(metrics) -> None:
     assert found["octavo_requests_total{finish_reason=abort}"] == 1
     assert found["octavo_requests_total{finish_reason=error}"] == 0
     assert found["octavo_request_duration_seconds_count"] == 2
+
+
+def test_tenants_do_not_see_what_is_cached_for_others(metrics) -> None:
+    metrics.on_ready(fake_info())
+    metrics.on_admission(Admission("a", 100, 64, 0.0, PromptSources(device=64, evicted=30, unseen=6)))
+    metrics.on_admission(Admission("b", 20, 0, 0.0, PromptSources(other_namespace=16, unseen=4)))
+    theirs, ours = (metrics.render(for_operator=operator).decode().splitlines() for operator in (False, True))
+    changed = sorted(set(theirs) ^ set(ours))
+    assert changed == [
+        f'octavo_prompt_tokens_by_source_total{{source="{source}"}} {count}'
+        for source, count in (("other_namespace", "0.0"), ("other_namespace", "16.0"), ("unseen", "10.0"), ("unseen", "26.0"))
+    ]
+    assert len(theirs) == len(ours)
 
 
 @pytest.mark.parametrize(
