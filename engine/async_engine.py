@@ -28,7 +28,7 @@ from engine.errors import (
 )
 from engine.messages import Abort, Add, Control, ControlReply, Outputs
 from engine.queue_bound import Place, QueueBound
-from engine.request import FinishReason, Namespace, RequestOutput, SamplingParams, TokenEvent
+from engine.request import PLAIN_TERMS, FinishReason, Namespace, RequestOutput, RequestTerms, SamplingParams, TokenEvent
 from engine.rope_classes import choose_rope_class
 from engine.stats import Admission, EngineInfo, PromptSources, StepStats
 from engine.tokenizer import TextAssembler, Tokenizer
@@ -181,16 +181,10 @@ class AsyncEngine:
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        salt: str = "",
-        tenant: str = "",
-        priority: int = 0,
-        arrival_time: float | None = None,
+        terms: RequestTerms = PLAIN_TERMS,
         place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One output for each token. Closing the generator early aborts the request in the engine.
-
-        ``tenant`` is with whom the request shares its turn; the lower the ``priority``, the earlier it is.
 
         Raises:
             EngineDeadError, RequestFailedError: in the middle of the stream; and at its start what ``check`` raises and,
@@ -202,11 +196,11 @@ class AsyncEngine:
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
-            namespace=self.namespace(salt, len(prompt_token_ids) + sampling.max_tokens),
-            arrival_time=arrival_time or time.monotonic(),
+            namespace=self.namespace(terms.salt, len(prompt_token_ids) + sampling.max_tokens),
+            arrival_time=terms.arrival_time or time.monotonic(),
             num_public_tokens=self.num_public_tokens(prompt_token_ids),
-            tenant=tenant,
-            priority=priority,
+            tenant=terms.tenant,
+            priority=terms.priority,
         )
         assembler = TextAssembler(self.tokenizer, sampling, message.prompt_token_ids)
         stream = _Stream(assembler, message.arrival_time, place if place is not None else self.reserve(1)[0])

@@ -80,7 +80,9 @@ class EngineProcess:
 
     def _forget_addresses(self) -> None:
         """Both ends are connected and will not connect again: nothing of the sockets need lie about, should all of us be killed."""
-        if self._to_engine.get(zmq.EVENTS) & zmq.POLLOUT:
+        events = self._to_engine.get(zmq.EVENTS)
+        assert isinstance(events, int)
+        if events & zmq.POLLOUT:  # a peer is there
             self._folder.cleanup()
 
     async def receive(self) -> FromEngine | None:

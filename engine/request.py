@@ -92,6 +92,23 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
         raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTerms:
+    """Whose request it is and how it takes its turn: what does not change its text.
+
+    ``salt`` says whose blocks it may share. ``tenant`` is with whom it takes turns; the lower the ``priority``, the earlier it is
+    served. ``arrival_time`` is on the clock of ``time.monotonic``; None is the time of the call.
+    """
+
+    salt: str = ""
+    tenant: str = ""
+    priority: int = 0
+    arrival_time: float | None = None
+
+
+PLAIN_TERMS = RequestTerms()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence on its way through the engine. Written by the Scheduler alone.

@@ -12,7 +12,7 @@ from typing import Protocol
 from engine.control import Command, Result
 from engine.errors import EngineDeadError
 from engine.queue_bound import Place
-from engine.request import Namespace, RequestOutput, SamplingParams
+from engine.request import PLAIN_TERMS, Namespace, RequestOutput, RequestTerms, SamplingParams
 from engine.stats import EngineInfo
 
 
@@ -53,17 +53,12 @@ class EngineClient(Protocol):
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        salt: str = "",
-        tenant: str = "",
-        priority: int = 0,
-        arrival_time: float | None = None,
+        terms: RequestTerms = PLAIN_TERMS,
         place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One output per token. Raises EngineDeadError or RequestFailedError midway; ``aclose`` aborts the request.
 
-        ``tenant`` is with whom it shares its turn. ``arrival_time`` is on the clock of ``time.monotonic``; None is the time of the
-        call. Without a ``place`` it takes one.
+        Without a ``place`` it takes one.
         """
         ...
 
@@ -123,22 +118,10 @@ class PendingEngine:
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        salt: str = "",
-        tenant: str = "",
-        priority: int = 0,
-        arrival_time: float | None = None,
+        terms: RequestTerms = PLAIN_TERMS,
         place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        return self._attached().generate(
-            prompt_token_ids,
-            sampling,
-            salt=salt,
-            tenant=tenant,
-            priority=priority,
-            arrival_time=arrival_time,
-            place=place,
-        )
+        return self._attached().generate(prompt_token_ids, sampling, terms, place)
 
     def namespace(self, salt: str, num_tokens: int) -> Namespace:
         return self._attached().namespace(salt, num_tokens)

@@ -10,7 +10,7 @@ from enum import Enum
 from engine.control import Command, Result
 from engine.errors import ContextLengthError, EngineDeadError, InvalidRequestError
 from engine.queue_bound import Place, QueueBound
-from engine.request import FinishReason, Namespace, RequestOutput, SamplingParams
+from engine.request import PLAIN_TERMS, FinishReason, Namespace, RequestOutput, RequestTerms, SamplingParams
 from engine.rope_classes import choose_rope_class
 from engine.stats import EngineInfo, PromptSources
 
@@ -91,8 +91,7 @@ class FakeEngine:
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
     num_restarts: int = 0
     requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
-    salts: list[str] = field(default_factory=list)
-    turns: list[tuple[str, int]] = field(default_factory=list)
+    terms: list[RequestTerms] = field(default_factory=list)
     queue: QueueBound = field(default_factory=lambda: QueueBound(1024))
     sources: PromptSources | None = None
     commands: list[Command] = field(default_factory=list)
@@ -100,6 +99,14 @@ class FakeEngine:
     num_running: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+
+    @property
+    def salts(self) -> list[str]:
+        return [terms.salt for terms in self.terms]
+
+    @property
+    def turns(self) -> list[tuple[str, int]]:
+        return [(terms.tenant, terms.priority) for terms in self.terms]
 
     async def start(self) -> None:
         self.status = FakeStatus.STARTING
@@ -150,16 +157,11 @@ class FakeEngine:
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        salt: str = "",
-        tenant: str = "",
-        priority: int = 0,
-        arrival_time: float | None = None,
+        terms: RequestTerms = PLAIN_TERMS,
         place: Place | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append((list(prompt_token_ids), sampling))
-        self.salts.append(salt)
-        self.turns.append((tenant, priority))
+        self.terms.append(terms)
         pieces = self.pieces(self.tokenizer.decode(prompt_token_ids))
         finish = FinishReason.STOP if len(pieces) <= sampling.max_tokens else FinishReason.LENGTH
         pieces = pieces[: sampling.max_tokens]

@@ -26,7 +26,7 @@ from engine.control import (
     in_all,
 )
 from engine.errors import ControlRefusedError, InvalidRequestError
-from engine.request import Namespace, SamplingParams
+from engine.request import Namespace, RequestTerms, SamplingParams
 from server.auth import Caller
 from server.body import read_json
 from server.cache_schemas import PinBody, PrefixBody, ViewWriter
@@ -176,6 +176,6 @@ def _pin_answer(service: Service, pinned: Pinned, num_computed: int) -> dict[str
 
 async def _compute(service: Service, token_ids: list[int], sampling: SamplingParams, salt: str) -> int:
     """Run the prompt as a request up to its first token. Returns how many of its tokens had to be computed."""
-    async with aclosing(service.engine.generate(token_ids, sampling, salt=salt)) as outputs:
+    async with aclosing(service.engine.generate(token_ids, sampling, RequestTerms(salt=salt))) as outputs:
         first = await anext(outputs)
     return first.num_prompt_tokens - first.num_cached_tokens

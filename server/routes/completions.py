@@ -11,6 +11,7 @@ from typing import Any
 import anyio.to_thread
 from fastapi import APIRouter, Request, Response
 
+from engine.request import RequestTerms
 from server.auth import Caller
 from server.body import read_json
 from server.engine_client import Tokenizer
@@ -74,16 +75,14 @@ async def _prepare(
     for ids in prompts:
         engine.check(ids, choices[0])
     places = engine.reserve(len(prompts) * len(choices))
+    terms = RequestTerms(
+        salt=caller.cache_salt(body.cache_salt),
+        tenant=caller.tenant(body.cache_salt),
+        priority=body.priority or 0,
+        arrival_time=arrival_time,
+    )
     generators = [
-        engine.generate(
-            ids,
-            sampling,
-            salt=caller.cache_salt(body.cache_salt),
-            tenant=caller.tenant(body.cache_salt),
-            priority=body.priority or 0,
-            arrival_time=arrival_time,
-            place=place,
-        )
+        engine.generate(ids, sampling, terms, place)
         for (ids, sampling), place in zip(product(prompts, choices), places, strict=True)
     ]
     unused = ExitStack()
