@@ -117,13 +117,25 @@ def _num_slots(config: CacheConfig, fmt: KVFormat, max_model_len: int, available
             raise InsufficientMemoryError(
                 f"a host cache of {config.host_bytes:,} bytes cannot hold one block of {fmt.block_bytes:,} bytes; raise --host-cache"
             )
-        return config.host_bytes // fmt.block_bytes, ()
+        num_slots = config.host_bytes // fmt.block_bytes
+        return num_slots, _passage_notes(config, fmt, num_slots, max_model_len)
     if config.disk_path is None:
         return 0, ()
     longest = -(-max_model_len // fmt.block_size) * fmt.block_bytes
     staging = max(fmt.block_bytes, min(longest, _MAX_STAGING_BYTES))
     note = f"blocks pass through {staging / 2**20:,.0f} MiB of host memory on their way to and from the disk (--host-cache sets it)"
     return staging // fmt.block_bytes, (note,)
+
+
+def _passage_notes(config: CacheConfig, fmt: KVFormat, num_slots: int, max_model_len: int) -> tuple[str, ...]:
+    """A request takes from the disk what passes through host memory at once, and computes the rest."""
+    num_longest = -(-max_model_len // fmt.block_size)
+    if config.disk_path is None or num_slots >= num_longest:
+        return ()
+    tokens, enough = num_slots * fmt.block_size, num_longest * fmt.block_bytes
+    return (
+        f"a request gets at most {tokens:,} tokens from the disk, which is what --host-cache holds; {enough / 2**20:,.0f} MiB pass them all",
+    )
 
 
 def _open_folder(path: Path, fingerprint: bytes, max_bytes: int) -> tuple[BlockFolder, DiskTier]:

@@ -5,7 +5,7 @@ import pytest
 from engine.evaluate.waste import BLOCK_SIZES, CHAT_LEN, PROMPT_LEN, internal_waste, table, waste
 
 
-def test_blocks_of_16_waste_below_2_percent_of_chats_and_a_thousandth_of_long_prompts() -> None:
+def test_blocks_of_16_waste_below_2_percent_of_chats_and_a_thousandth_of_long_prompts_on_average() -> None:
     assert 0 < waste(16, CHAT_LEN).mean < 0.02
     assert 0 < waste(16, PROMPT_LEN).mean < 0.001
 

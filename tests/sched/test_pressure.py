@@ -108,6 +108,14 @@ def test_no_load_is_stuck_and_nobody_is_preempted_once_protected(
         limits = PinLimits(num_blocks, num_pinnable, longest)
         scheduler = make_scheduler(num_blocks=num_blocks, block_size=2, budget=rng.choice((3, 16)), pin_limits=limits)
         core, _ = make_core(scheduler)
+        times: Counter[str] = Counter()
+        preempt = scheduler._preempt
+
+        def counted(victim: Request) -> None:
+            times[victim.request_id] += 1
+            preempt(victim)
+
+        patch.setattr(scheduler, "_preempt", counted)
         requests = random_requests(rng, 25, 2 * longest)
         if most == 0:  # all are protected from the start
             assert all(is_protected(request) for request in requests)
@@ -124,7 +132,7 @@ def test_no_load_is_stuck_and_nobody_is_preempted_once_protected(
             for event in core.step().events:
                 assert event.token_id is not None
                 tokens[event.request_id].append(event.token_id)
-            assert all(request.num_preemptions <= most for request in requests), f"in step {step}"
+            assert all(request.num_preemptions == times[request.request_id] <= most for request in requests), f"in step {step}"
             scheduler.manager.check_integrity()
         for request in requests:
             assert request.status is RequestStatus.FINISHED, "it did not come to its end"
