@@ -67,13 +67,14 @@ class EngineListener(Protocol):
 class _Stream:
     """One request on the API side. The receiving loop writes it, the request's coroutine reads its queue."""
 
-    def __init__(self, assembler: TextAssembler, arrival_time: float, place: Place) -> None:
+    def __init__(self, assembler: TextAssembler, arrival_time: float, place: Place, *, grows: bool) -> None:
         self.assembler = assembler
         self.place = place
         self.arrival_time = arrival_time
         self.last_token_time: float | None = None
         self.sources: PromptSources | None = None
         self.rope_class: str | None = None
+        self.grows = grows
         self.is_finished = False
         self.queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
@@ -169,6 +170,10 @@ class AsyncEngine:
         assert info is not None, "the engine is not ready"
         return Namespace(salt, choose_rope_class(info.rope_classes, num_tokens))
 
+    def _rope_limits(self) -> tuple[int, ...]:
+        assert self._info is not None
+        return tuple(max_len for _, max_len in self._info.rope_classes)
+
     def reserve(self, num_requests: int) -> tuple[Place, ...]:
         """Places in the queue for requests that come together, one for each ``generate``. Whoever reserves sees to it that all are left.
 
@@ -196,14 +201,16 @@ class AsyncEngine:
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
-            namespace=self.namespace(terms.salt, len(prompt_token_ids) + sampling.max_tokens),
+            namespace=self.namespace(terms.salt, len(prompt_token_ids) + (1 if terms.grows else sampling.max_tokens)),
             arrival_time=terms.arrival_time or time.monotonic(),
             num_public_tokens=self.num_public_tokens(prompt_token_ids),
             tenant=terms.tenant,
             priority=terms.priority,
+            rope_limits=self._rope_limits() if terms.grows else (),
         )
         assembler = TextAssembler(self.tokenizer, sampling, message.prompt_token_ids)
-        stream = _Stream(assembler, message.arrival_time, place if place is not None else self.reserve(1)[0])
+        place = place if place is not None else self.reserve(1)[0]
+        stream = _Stream(assembler, message.arrival_time, place, grows=terms.grows)
         self._open(message, stream)
         try:
             while True:
@@ -319,6 +326,13 @@ class AsyncEngine:
         assert self._info is not None
         return self._info.rope_classes[rope_class][0]
 
+    def _last_rope_class(self, stream: _Stream, output: RequestOutput) -> str | None:
+        """The class that the last token was computed in: of one that grows, the least that covers what it came to."""
+        if not stream.grows or stream.rope_class is None:
+            return stream.rope_class
+        num_tokens = output.num_prompt_tokens + max(1, output.num_output_tokens)
+        return self._rope_class_name(self.namespace("", num_tokens).rope_class)
+
     def _answer(self, reply: ControlReply) -> None:
         future = self._controls.get(reply.control_id)
         if future is not None and not future.done():  # else who asked has gone
@@ -343,7 +357,7 @@ class AsyncEngine:
             return
         if output.finish_reason is not None:
             self._end(stream, output.finish_reason)
-            output = replace(output, sources=stream.sources, rope_class=stream.rope_class)
+            output = replace(output, sources=stream.sources, rope_class=self._last_rope_class(stream, output))
             if event.finish_reason is None:  # a stop string: the engine does not know it yet
                 process.send(Abort(event.request_id))
         stream.queue.put_nowait(output)

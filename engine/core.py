@@ -91,6 +91,7 @@ class EngineCore:
             cache=self._cache_stats(),
             num_copied_blocks=num_copied,
             num_merged_blocks=num_merged,
+            num_regrown_tokens=counts.num_regrown_tokens,
             reuse_gaps=manager.history.take_reuse_gaps(),
             evict_idles=manager.history.take_evict_idles(),
         )

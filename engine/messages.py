@@ -24,6 +24,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     num_public_tokens: int = 0
     tenant: str = ""
     priority: int = 0
+    rope_limits: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -132,6 +132,7 @@ def _request(message: Add) -> Request:
         num_public_tokens=message.num_public_tokens,
         tenant=message.tenant,
         priority=message.priority,
+        rope_limits=message.rope_limits,
     )
 
 

@@ -94,16 +94,19 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTerms:
-    """Whose request it is and how it takes its turn: what does not change its text.
+    """Whose request it is, how it takes its turn, and how its rotation follows its length.
 
     ``salt`` says whose blocks it may share. ``tenant`` is with whom it takes turns; the lower the ``priority``, the earlier it is
     served. ``arrival_time`` is on the clock of ``time.monotonic``; None is the time of the call.
+    ``grows``: the request starts in the RoPE class of its prompt and is computed again in the next one when it outgrows it.
+    Without, it keeps the class of the longest that it may become.
     """
 
     salt: str = ""
     tenant: str = ""
     priority: int = 0
     arrival_time: float | None = None
+    grows: bool = False
 
 
 PLAIN_TERMS = RequestTerms()
@@ -117,6 +120,8 @@ class Request:
     and a request has a finish reason exactly when its status is FINISHED. The first ``num_public_tokens`` tokens of the prompt
     are an operator's public prefix: their full blocks belong to no salt. The lower the ``priority``, the earlier it is
     served; within a priority, tenants take turns.
+
+    ``rope_limits``, where given, has the most tokens of each RoPE class: a request that outgrows its class moves to the next.
     """
 
     request_id: str
@@ -128,12 +133,14 @@ class Request:
     num_public_tokens: int = 0
     tenant: str = ""
     priority: int = 0
+    rope_limits: tuple[int, ...] = ()
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0
     max_computed_tokens: int = 0
+    is_regrowing: bool = False
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
 
@@ -157,6 +164,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def has_outgrown(self) -> bool:
+        """Whether its next token would be one more than its RoPE class is for."""
+        return bool(self.rope_limits) and self.num_tokens >= self.rope_limits[self.namespace.rope_class]
 
     @property
     def num_uncomputed_tokens(self) -> int:

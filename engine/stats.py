@@ -139,7 +139,8 @@ class StepStats:
     """What one step did, and how the engine stands after it. All zero but the gauges when no step ran.
 
     ``num_prompt_tokens`` counts prompt tokens that were covered for the first time, computed or found in the cache.
-    ``num_recomputed_tokens`` counts tokens computed again after a preemption; they are never hits. ``num_copied_blocks``
+    ``num_recomputed_tokens`` counts tokens computed again after a preemption, ``num_regrown_tokens`` those computed again in a larger
+    RoPE class; they are never hits. ``num_copied_blocks``
     were begun as copies of partly matching ones; ``num_merged_blocks`` turned out to be duplicates when full, and were freed.
     ``reuse_gaps``: how long cached blocks had lain unused when a request found them again; ``evict_idles``: when they were
     evicted.
@@ -157,6 +158,7 @@ class StepStats:
     cache: CacheStats
     num_copied_blocks: int = 0
     num_merged_blocks: int = 0
+    num_regrown_tokens: int = 0
     reuse_gaps: Ages = ()
     evict_idles: Ages = ()
 

@@ -65,7 +65,8 @@ class Metrics:
         self._prompt_rate.add(stats.num_prompt_tokens)
         self._generation_rate.add(stats.num_sampled_tokens)
         self._preemptions.inc(stats.num_preemptions)
-        self._recomputed.inc(stats.num_recomputed_tokens)
+        self._recomputed.labels(reason="preemption").inc(stats.num_recomputed_tokens)
+        self._recomputed.labels(reason="rope_class").inc(stats.num_regrown_tokens)
         self._evicted.inc(stats.num_evicted_blocks)
         self._duplicate_bytes.inc(stats.num_merged_blocks * stats.cache.block_bytes)
         self._reuse_gaps.observe(stats.reuse_gaps)
@@ -196,7 +197,14 @@ class Metrics:
         self._prompt_tokens = counter("octavo_prompt_tokens_total", "Prompt tokens of admitted requests, cached ones included.")
         self._generation_tokens = counter("octavo_generation_tokens_total", "Tokens generated and given to their request.")
         self._preemptions = counter("octavo_preemptions_total", "Times that a running request gave its blocks back to wait.")
-        self._recomputed = counter("octavo_recomputed_tokens_total", "Tokens computed again after a preemption.")
+        self._recomputed = Counter(
+            "octavo_recomputed_tokens_total",
+            "Tokens computed again: after a preemption, or in the next RoPE class of a request that outgrew its own.",
+            ["reason"],
+            registry=self._registry,
+        )
+        for again in ("preemption", "rope_class"):
+            self._recomputed.labels(reason=again)
         self._evicted = counter("octavo_evicted_blocks_total", "Cached blocks forgotten to make room.")
         self._requests = Counter(
             "octavo_requests_total", "Requests that ended, by the reason.", ["finish_reason"], registry=self._registry

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import (
@@ -163,6 +163,7 @@ class CompletionRequest(StrictBody):
     cache_salt: CacheSalt | None = None
     return_cache_info: bool | None = None
     priority: Int64 | None = None
+    rope_growth: Literal["reserve", "recompute"] | None = None
     user: str | None = None
 
     echo: Annotated[bool | None, _only(False)] = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from engine.config import CacheConfig, SchedulerConfig
 from engine.llm import LLM
-from engine.request import Request, SamplingParams
+from engine.request import Namespace, Request, SamplingParams
 from engine.rope_classes import choose_rope_class
 from engine.sched.plan import ScheduledSequence, StepPlan
 from engine.sched.pressure import recompute_newest
@@ -20,6 +22,7 @@ from tests.tiny_folder import make_folder, one_thread
 
 __all__ = ["one_thread"]
 
+REQUEST_NUMBERS = itertools.count()
 TRAINED = 32
 HALF = 6  # rotary dimensions / 2 of the tiny model's heads
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -126,6 +129,40 @@ def test_the_same_tokens_when_preempted(tiny: Path, rope_type: str, policy: str)
     requests, tokens = together(small, indices, ignore_eos=policy == "newest")
     assert sum(request.num_preemptions for request in requests) >= 1
     assert tokens == expected
+
+
+@pytest.mark.parametrize("rope_type", LADDERS[:3])
+def test_one_that_grows_says_in_each_class_what_the_class_says(tiny: Path, rope_type: str) -> None:
+    """Alone, and beside others in small chunks and a small cache: the text so far goes on as a request of the next class would."""
+    llm = make_llm(tiny, SCALINGS[rope_type])
+    limits = tuple(max_len for _, max_len in llm.info.rope_classes)
+    assert limits == (TRAINED, 2 * TRAINED, 4 * TRAINED, 8 * TRAINED)
+    prompt, num_tokens = PROMPTS[0], 5 * TRAINED
+    context = list(prompt)
+    for rope_class, limit in enumerate(limits):
+        most = min(limit, len(prompt) + num_tokens) - len(context)
+        context += outputs(run(llm, context, most, Namespace("twin", rope_class)))
+    expected = tuple(context[len(prompt) :])
+    assert len(expected) == num_tokens
+    assert outputs(run(llm, prompt, num_tokens, Namespace("alone"), limits)) == expected
+    small = make_llm(tiny, SCALINGS[rope_type], num_blocks=66, chunk=13)
+    neighbours = [small._add(PROMPTS[i], greedy(NUM_TOKENS[i])) for i in fitting(small)]
+    assert outputs(run(small, prompt, num_tokens, Namespace(), limits)) == expected
+    assert [outputs(request) for request in neighbours] == [alone(llm, i) for i in fitting(llm)]
+
+
+def run(llm: LLM, prompt: Sequence[int], num_tokens: int, namespace: Namespace, limits: tuple[int, ...] = ()) -> Request:
+    name = f"grow-{next(REQUEST_NUMBERS)}"
+    request = Request(name, tuple(prompt), greedy(num_tokens), seed=0, namespace=namespace, rope_limits=limits)
+    llm.core.add(request)
+    while llm.core.has_work:
+        llm.core.step()
+        llm.core.scheduler.manager.check_integrity()
+    return request
+
+
+def outputs(request: Request) -> tuple[int, ...]:
+    return tuple(request.token_ids[request.num_prompt_tokens :])
 
 
 @pytest.mark.parametrize("rope_type", ["ntk", "dynamic", "yarn"])

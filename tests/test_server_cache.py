@@ -27,6 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
         "block-size": BLOCK_SIZE,
         "kv-cache-memory": NUM_BLOCKS * BLOCK_SIZE * TOKEN_BYTES,
         "max-model-len": 2048,
+        "rope-scaling": '{"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 1024}',
         "api-key-file": path / "keys",
         "admin-key": "root-key",
         "public-prefix": path / "public",
@@ -91,6 +92,30 @@ def test_tenants_share_nothing_but_the_public_prefix_and_labels_say_so(server: R
     assert info(system)["unseen"] == 31
     assert info(ask(server, "bob", PUBLIC + "Two"))["device"] == 28
     assert info(ask(server, "alice", PUBLIC + "One more"))["device"] >= 28
+
+
+def test_a_request_may_grow_into_the_next_rope_class(server: RealServer) -> None:
+    again = "octavo_recomputed_tokens_total{rope_class}"
+    before = server.metrics()[again]
+    prompt = [3 + i % 40 for i in range(1019)]
+    answers = {
+        (growth, max_tokens): ask(server, "bob", prompt, max_tokens=max_tokens, rope_growth=growth, cache_salt="grow")
+        for growth in ("recompute", "reserve")
+        for max_tokens in (5, 12)
+    }
+    classes = {key: info(answer)["rope_class"] for key, answer in answers.items()}
+    assert classes == {
+        ("recompute", 5): "default",
+        ("recompute", 12): "yarn-2",
+        ("reserve", 5): "default",
+        ("reserve", 12): "yarn-2",
+    }
+    assert server.metrics()[again] - before == 1023
+    start = answers["reserve", 5]["choices"][0]["text"]
+    assert answers["recompute", 5]["choices"][0]["text"] == start
+    assert answers["recompute", 12]["choices"][0]["text"].startswith(start)
+    assert info(answers["recompute", 12])["device"] == 1018, "found in the class that it began in"
+    until(server.is_idle)
 
 
 def test_n_choices_hold_the_prompt_once_and_count_it_once(server: RealServer) -> None:

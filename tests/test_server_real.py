@@ -171,7 +171,7 @@ def test_metrics_add_up_to_the_token(server: RealServer) -> None:
     assert difference(before, after, "octavo_request_queue_seconds_count") == 8
     assert (
         difference(before, after, "octavo_preemptions_total")
-        == difference(before, after, "octavo_recomputed_tokens_total")
+        == difference(before, after, "octavo_recomputed_tokens_total{preemption}")
         == 0
     )
     assert difference(before, after, "octavo_step_tokens_count") == difference(

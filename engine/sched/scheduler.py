@@ -33,6 +33,7 @@ class StepCounts:
     num_prompt_tokens: int = 0
     num_sampled_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_regrown_tokens: int = 0
     num_preemptions: int = 0
     admissions: list[Admission] = field(default_factory=list)
 
@@ -163,13 +164,24 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request) -> None:
-        del self._running[victim.request_id]
-        self.manager.free(victim.request_id)
-        victim.status = RequestStatus.PREEMPTED
-        victim.num_computed_tokens = 0
+        self._send_back(victim)
         victim.num_preemptions += 1
         self._waiting.add(victim)
         self._counts.num_preemptions += 1
+
+    def _grow(self, request: Request) -> None:
+        """Let the request come back in the next RoPE class, where all of it is computed again but what is cached there."""
+        self._send_back(request)
+        request.namespace = request.namespace._replace(rope_class=request.namespace.rope_class + 1)
+        request.is_regrowing = True
+        self._waiting.add(request)
+
+    def _send_back(self, request: Request) -> None:
+        """From running to waiting. Its blocks stay cached."""
+        del self._running[request.request_id]
+        self.manager.free(request.request_id)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
 
     def _schedule_waiting(self, draft: Draft) -> None:
         """Admit in order of service. Those held back for a running one, or for the disk, are passed by, not waited for; those
@@ -235,6 +247,7 @@ class Scheduler:
     def _note_covered(self, request: Request) -> None:
         """Count the prompt tokens that are covered for the first time."""
         before, now = request.max_computed_tokens, request.num_computed_tokens
+        request.is_regrowing = request.is_regrowing and now < before
         if now > before:
             prompt = request.num_prompt_tokens
             self._counts.num_prompt_tokens += min(now, prompt) - min(before, prompt)
@@ -243,7 +256,11 @@ class Scheduler:
     def _sequence(self, request: Request, num_tokens: int) -> ScheduledSequence:
         start = request.num_computed_tokens
         end = start + num_tokens
-        self._counts.num_recomputed_tokens += max(0, min(end, request.max_computed_tokens) - start)
+        num_again = max(0, min(end, request.max_computed_tokens) - start)
+        if request.is_regrowing:
+            self._counts.num_regrown_tokens += num_again
+        else:
+            self._counts.num_recomputed_tokens += num_again
         return ScheduledSequence(
             request_id=request.request_id,
             token_ids=tuple(request.token_ids[start:end]),
@@ -285,6 +302,8 @@ class Scheduler:
         reason = self._finish_reason(request, token.token_id)
         if reason is not None:
             self._finish(request, reason)
+        elif request.has_outgrown:
+            self._grow(request)
         return TokenEvent(request.request_id, token.token_id, reason, cached)
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:

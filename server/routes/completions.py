@@ -80,6 +80,7 @@ async def _prepare(
         tenant=caller.tenant(body.cache_salt),
         priority=body.priority or 0,
         arrival_time=arrival_time,
+        grows=body.rope_growth == "recompute",
     )
     generators = [
         engine.generate(ids, sampling, terms, place)

@@ -41,7 +41,7 @@ FAMILIES = {
     "octavo_requests_waiting": ("gauge", ()),
     "octavo_requests_total": ("counter", ("finish_reason",)),
     "octavo_preemptions_total": ("counter", ()),
-    "octavo_recomputed_tokens_total": ("counter", ()),
+    "octavo_recomputed_tokens_total": ("counter", ("reason",)),
     "octavo_evicted_blocks_total": ("counter", ()),
     "octavo_time_to_first_token_seconds": ("histogram", ()),
     "octavo_inter_token_latency_seconds": ("histogram", ()),
@@ -107,6 +107,7 @@ def step(**changes: Any) -> StepStats:
         "step_seconds": 0.025,
         "cache": cache,
         "num_merged_blocks": 2,
+        "num_regrown_tokens": 11,
         "reuse_gaps": ((0.5, 3), (90_000.0, 1)),
         "evict_idles": ((2.0, 4),),
     }
@@ -122,6 +123,7 @@ IDLE = {
     "num_evicted_blocks": 0,
     "num_running": 0,
     "num_waiting": 0,
+    "num_regrown_tokens": 0,
     "step_seconds": 0.0,
     "cache": CacheStats(40, 28, 12, 0, 1600, 16, 0),
     "num_merged_blocks": 0,
@@ -231,7 +233,8 @@ def test_step_counts_add_up_and_steps_without_tokens_are_no_steps(metrics) -> No
     metrics.on_step(step(**IDLE))
     found = samples(metrics)
     assert found["octavo_preemptions_total"] == 4
-    assert found["octavo_recomputed_tokens_total"] == 10
+    assert found["octavo_recomputed_tokens_total{reason=preemption}"] == 10
+    assert found["octavo_recomputed_tokens_total{reason=rope_class}"] == 22
     assert found["octavo_evicted_blocks_total"] == 6
     assert found["octavo_step_tokens_count"] == 2
     assert found["octavo_step_tokens_sum"] == 140

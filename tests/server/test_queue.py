@@ -109,6 +109,17 @@ async def test_priority_and_tenant_reach_the_engine(client) -> None:
     assert a == same_a != b, "one key takes its turns together, whatever its salts"
 
 
+async def test_how_the_rotation_follows_the_length_reaches_the_engine(client) -> None:
+    engine = FakeEngine()
+    async with client(engine) as http:
+        for fields in ({}, {"rope_growth": None}, {"rope_growth": "reserve"}, {"rope_growth": "recompute"}):
+            assert (await http.post(URL, json={"prompt": "a"} | fields)).status_code == 200
+        for value in ("grow", True, 1):
+            answer = await http.post(URL, json={"prompt": "a", "rope_growth": value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "rope_growth")
+    assert [terms.grows for terms in engine.terms] == [False, False, False, True]
+
+
 async def test_without_keys_the_salt_tells_tenants_apart(client) -> None:
     engine = FakeEngine()
     async with client(engine) as http:
