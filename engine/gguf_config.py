@@ -20,8 +20,12 @@ _HARMLESS: Mapping[str, Collection[Any] | None] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
     "rope.scaling.finetuned": None,
-    "rope.scaling.original_context_length": None,  # read by YaRN alone, which is refused
+    "rope.scaling.original_context_length": None,  # read by YaRN alone
     "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
 }
 
 
@@ -102,17 +106,36 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 def _rope(fields: Fields, head_dim: int, factors: Sequence[float] | None) -> RopeConfig:
     theta = fields.number("rope.freq_base", 10000.0)
     scaling, factor = fields.take("rope.scaling.type") or "none", fields.number("rope.scaling.factor", 1.0)
-    if scaling not in ("none", "linear"):
-        raise fields.unsupported("rope.scaling.type", scaling, " (supported: none, linear)")
+    if scaling not in ("none", "linear", "yarn"):
+        raise fields.unsupported("rope.scaling.type", scaling, " (supported: none, linear, yarn)")
     if scaling == "none" and factor != 1.0:
         raise fields.unsupported("rope.scaling.factor", factor, " without rope.scaling.type")
     if factors is not None and any(each != 1.0 for each in factors):
-        if scaling == "linear":
+        if scaling != "none":
             raise fields.unsupported("rope.scaling.type", scaling, " together with a rope_freqs.weight tensor")
         return _llama3_rope(theta, head_dim, factors)
+    if scaling == "yarn":
+        return _yarn_rope(fields, theta, head_dim, factor)
     if scaling == "linear":
         return RopeConfig(rope_type="linear", theta=theta, head_dim=head_dim, rotary_dim=head_dim, factor=factor)
     return RopeConfig(rope_type="default", theta=theta, head_dim=head_dim, rotary_dim=head_dim)
+
+
+def _yarn_rope(fields: Fields, theta: float, head_dim: int, factor: float) -> RopeConfig:
+    """As in a config.json: the attention factor is 0.1 ln(factor) + 1, the band edges are whole dimensions."""
+    if factor <= 0:
+        raise fields.damaged(f"rope.scaling.factor must be above 0, got {factor:g}")
+    return RopeConfig(
+        rope_type="yarn",
+        theta=theta,
+        head_dim=head_dim,
+        rotary_dim=head_dim,
+        factor=factor,
+        original_len=fields.integer("rope.scaling.original_context_length", fields.integer("context_length")),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        truncate=True,
+    )
 
 
 def _llama3_rope(theta: float, head_dim: int, factors: Sequence[float]) -> RopeConfig:

@@ -25,6 +25,7 @@ METADATA = {
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2,
 }
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
 SHAPES = {"token_embd.weight": (96, 64), "output.weight": (96, 64)}
 
 
@@ -58,6 +59,23 @@ def test_linear_scaling() -> None:
     assert (rope.rope_type, rope.factor) == ("linear", 4.0)
 
 
+@pytest.mark.parametrize("original", [64, None])
+def test_yarn_is_that_of_a_config_json(original: int | None) -> None:
+    hf = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original or 256},
+    }
+    assert read({**YARN, "llama.rope.scaling.original_context_length": original}).rope == ModelConfig.from_hf(hf).rope
+
+
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama31_factors_are_recognised(factor: float) -> None:
     rope = read(rope_factors=llama31_factors(16, 5e5, factor)).rope
@@ -84,7 +102,9 @@ def test_other_factors_are_refused(factors: list[float]) -> None:
         ({"split.count": 2}, ["split.count", "2"]),
         ({"llama.expert_count": 8}, ["llama.expert_count", "8"]),
         ({"llama.attention.scale": 0.5}, ["llama.attention.scale", "0.5"]),
-        ({"llama.rope.scaling.type": "yarn"}, ["llama.rope.scaling.type", "yarn"]),
+        ({"llama.rope.scaling.type": "longrope"}, ["llama.rope.scaling.type", "longrope"]),
+        ({**YARN, "llama.rope.scaling.yarn_ext_factor": 0.5}, ["llama.rope.scaling.yarn_ext_factor"]),
+        ({**YARN, "llama.rope.scaling.yarn_log_multiplier": 0.1}, ["llama.rope.scaling.yarn_log_multiplier"]),
         ({"llama.rope.scaling.factor": 4.0}, ["llama.rope.scaling.factor"]),
         ({"llama.rope.scaling.attn_factor": 0.5}, ["llama.rope.scaling.attn_factor"]),
         ({"llama.rope.dimension_count": 8}, ["llama.rope.dimension_count", "8"]),
