@@ -30,15 +30,22 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "ntk": {"rope_type": "ntk", "factor": 8.0},
     "dynamic": {"rope_type": "dynamic", "factor": 8.0},
     "yarn": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+    },
     "longrope": {
         "rope_type": "longrope",
         "factor": 8.0,
         "short_factor": [1.0] * HALF,
         "long_factor": [1.0 + i for i in range(HALF)],
-        "original_max_position_embeddings": TRAINED // 4,
+        "original_max_position_embeddings": TRAINED,
     },
 }
+DECLARED = ("llama3", "longrope")  # their checkpoints state the context that the scaling reaches
 LADDERS = ("ntk", "dynamic", "yarn", "longrope")
 PROMPTS = [tuple(2 + (7 * i + 3 * j * j + i * j) % 250 for j in range(length)) for i, length in enumerate((5, 20, 17, 190, 60))]
 NUM_TOKENS = (11, 12, 40, 30, 50)  # with their prompts: 16, 32, 57, 220 and 110 tokens, so every class of a ladder has one
@@ -46,13 +53,23 @@ NUM_TOKENS = (11, 12, 40, 30, 50)  # with their prompts: 16, 32, 57, 220 and 110
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
+    return write_model(tmp_path_factory.mktemp("tiny"), TRAINED)
+
+
+@pytest.fixture(scope="module")
+def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model for each scaling: the same weights, and the context that such a checkpoint states."""
+    declared = write_model(tmp_path_factory.mktemp("declared"), 8 * TRAINED)
+    return {name: declared if name in DECLARED else tiny for name in SCALINGS}
+
+
+def write_model(folder: Path, max_position_embeddings: int) -> Path:
     make_folder(
         folder,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=2 * HALF,
-        max_position_embeddings=TRAINED,
+        max_position_embeddings=max_position_embeddings,
         attention_gain=10.0,
     )
     return folder
@@ -102,25 +119,44 @@ def together(llm: LLM, indices: list[int], *, ignore_eos: bool = True) -> tuple[
 @pytest.mark.parametrize(
     ("rope_type", "policy"), [(name, "static") for name in SCALINGS] + [(name, "ladder") for name in LADDERS]
 )
-def test_the_same_tokens_alone_beside_longer_ones_in_any_chunks_and_after_hits(tiny: Path, rope_type: str, policy: str) -> None:
-    options = {"rope_policy": policy, "max_model_len": {"llama3": TRAINED, "longrope": TRAINED}.get(rope_type, 8 * TRAINED)}
-    llm = make_llm(tiny, SCALINGS[rope_type], **options)
+def test_the_same_tokens_alone_beside_longer_ones_in_any_chunks_and_after_hits(
+    folders: dict[str, Path], rope_type: str, policy: str
+) -> None:
+    folder, options = folders[rope_type], {"rope_policy": policy, "max_model_len": 8 * TRAINED}
+    llm = make_llm(folder, SCALINGS[rope_type], **options)
     indices = fitting(llm)
     expected = [alone(llm, i) for i in indices]
     assert [alone(llm, i) for i in indices] == expected, "with prefix hits"
     backwards = indices[::-1]
     for chunk, backend in ((512, "auto"), (7, "auto"), (13, "reference")):
-        fresh = make_llm(tiny, SCALINGS[rope_type], chunk=chunk, attention_backend=backend, **options)
+        fresh = make_llm(folder, SCALINGS[rope_type], chunk=chunk, attention_backend=backend, **options)
         assert together(fresh, backwards)[1] == expected[::-1]
 
 
+@pytest.mark.parametrize("rope_type", list(SCALINGS))
+def test_logprobs_do_not_depend_on_a_neighbour_eight_times_as_long(folders: dict[str, Path], rope_type: str) -> None:
+    llm = make_llm(folders[rope_type], SCALINGS[rope_type], max_model_len=8 * TRAINED)
+    mine = scheduled(llm, PROMPTS[1][:20], tuple(range(5)))
+    other = scheduled(llm, PROMPTS[3][:160], tuple(range(5, 45)))
+    (alone_rows, first, last) = (
+        llm._engine.runner.score(StepPlan(sequences)).log_softmax(-1) for sequences in ((mine,), (mine, other), (other, mine))
+    )
+    assert (alone_rows - first[:20]).abs().max() < 1e-5
+    assert (alone_rows - last[-20:]).abs().max() < 1e-5
+
+
+def scheduled(llm: LLM, tokens: tuple[int, ...], table: tuple[int, ...]) -> ScheduledSequence:
+    return ScheduledSequence("", tokens, 0, table, choose_rope_class(llm.info.rope_classes, len(tokens)), None, None)
+
+
 @pytest.mark.parametrize("policy", ["default", "newest"])
-@pytest.mark.parametrize("rope_type", LADDERS[:3])
-def test_the_same_tokens_when_preempted(tiny: Path, rope_type: str, policy: str) -> None:
-    llm = make_llm(tiny, SCALINGS[rope_type])
+@pytest.mark.parametrize("rope_type", LADDERS)
+def test_the_same_tokens_when_preempted(folders: dict[str, Path], rope_type: str, policy: str) -> None:
+    folder = folders[rope_type]
+    llm = make_llm(folder, SCALINGS[rope_type])
     indices = fitting(llm)
     expected = [alone(llm, i) for i in indices]
-    small = make_llm(tiny, SCALINGS[rope_type], num_blocks=66)
+    small = make_llm(folder, SCALINGS[rope_type], num_blocks=66)
     if policy == "newest":
         small.core.scheduler._pressure = recompute_newest()  # without foresight, so that it comes to preemptions
     else:
@@ -175,9 +211,9 @@ def test_within_the_trained_length_the_ladder_is_a_server_without_scaling(tiny: 
     assert [tokens[i] for i in short] == [alone(plain, i) for i in short]
 
 
-def test_the_tokens_do_follow_from_the_rotation(tiny: Path) -> None:
+def test_the_tokens_do_follow_from_the_rotation(folders: dict[str, Path]) -> None:
     """What makes the other tests mean something: each scaling gives the longest request tokens of its own."""
-    llms = {name: make_llm(tiny, SCALINGS[name], max_model_len=8 * TRAINED) for name in ("linear", "ntk", "dynamic", "yarn")}
+    llms = {name: make_llm(folders[name], SCALINGS[name], max_model_len=8 * TRAINED) for name in SCALINGS}
     answers = {name: alone(llm, 3) for name, llm in llms.items()}
     assert len(set(answers.values())) == len(answers)
 
@@ -196,10 +232,12 @@ def test_no_hit_crosses_classes(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 1e-3), ("int8", 1e-2)])
-@pytest.mark.parametrize("rope_type", ["linear", "ntk", "dynamic", "yarn"])
-def test_perplexity_token_by_token_is_that_of_one_prefill(tiny: Path, rope_type: str, kv_dtype: str, tolerance: float) -> None:
+@pytest.mark.parametrize("rope_type", list(SCALINGS))
+def test_perplexity_token_by_token_is_that_of_one_prefill(
+    folders: dict[str, Path], rope_type: str, kv_dtype: str, tolerance: float
+) -> None:
     """At 1, 2, 4 and 8 times the trained length, in the class that a request of the length gets."""
-    llm = make_llm(tiny, SCALINGS[rope_type], kv_dtype=kv_dtype, max_model_len=8 * TRAINED)
+    llm = make_llm(folders[rope_type], SCALINGS[rope_type], kv_dtype=kv_dtype, max_model_len=8 * TRAINED)
     tokens = [2 + (11 * i + 5 * i * i) % 250 for i in range(8 * TRAINED)]
     for length in (TRAINED, 2 * TRAINED, 4 * TRAINED, 8 * TRAINED):
         whole, steps = (perplexity(llm, tokens[:length], chunk) for chunk in (length, 1))
