@@ -42,8 +42,8 @@ serve: .venv/.installed
 	@exec $(BIN)/octavo serve $(MODEL)
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -m all_cores
 	$(BIN)/python -m pytest -m "not all_cores" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m all_cores
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
