@@ -387,7 +387,7 @@ def check_request(info: EngineInfo, prompt_token_ids: Sequence[int], sampling: S
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequestError(f"token id {wrong} is out of vocabulary (0 to {info.vocab_size - 1})", param=param)
     total, cache_len = len(prompt_token_ids) + sampling.max_tokens, info.num_blocks * info.block_size
-    limit = min(info.max_model_len, cache_len)
+    limit = min(info.max_model_len, cache_len) if info.sliding_window is None else info.max_model_len
     if total > limit:
         by_cache = f", all that the KV cache holds ({info.num_blocks} blocks of {info.block_size})"
         raise ContextLengthError(

@@ -6,17 +6,20 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InsufficientMemoryError
+from engine.kv.retention import Retention
 from engine.model_config import ModelConfig
 from engine.rope_classes import RopeClass, RopePlan, plan_rope, rope_classes
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """``max_model_len`` is the longest prompt plus output, in tokens; the last of ``rope_classes`` covers it. ``notes`` are for the operator."""
+    """``max_model_len`` is the longest prompt plus output, in tokens; the last of ``rope_classes`` covers it. ``retention`` says which
+    blocks such a request holds. ``notes`` are for the operator."""
 
     max_model_len: int
     rope: RopePlan
     rope_classes: tuple[RopeClass, ...]
+    retention: Retention
     notes: tuple[str, ...]
 
 
@@ -28,25 +31,32 @@ def plan_context(config: EngineConfig, model: ModelConfig, cache_tokens: int) ->
     """
     rope = plan_rope(model, config.rope_scaling, config.rope_policy, config.max_model_len)
     notes = [rope.note] if rope.note is not None else []
-    max_model_len = _max_model_len(config, model, rope, cache_tokens, notes)
+    wanted = _wanted_len(config, model, rope)
+    retention = _retention(config, model, wanted)
+    max_model_len = _fit(wanted, retention, cache_tokens, notes)
     classes = rope_classes(rope, max_model_len)
     if len(classes) > 1:
         notes.append("RoPE by request length: " + ", ".join(f"{each.name} to {each.max_len:,}" for each in classes))
-    return ContextPlan(max_model_len, rope, classes, tuple(notes))
+    return ContextPlan(max_model_len, rope, classes, retention, tuple(notes))
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig, rope: RopePlan, cache_tokens: int, notes: list[str]) -> int:
-    limit, reason = rope.max_len, _reach(model, rope)
-    if model.sliding_window is not None and model.sliding_window < limit:
-        limit, reason = (
-            model.sliding_window,
-            "the model's sliding window spans (longer contexts need windowed attention, not built yet)",
-        )
-        notes.append(f"context limited to {limit:,} tokens, which {reason}")
-    wanted = config.max_model_len if config.max_model_len is not None else min(rope.default_len, limit)
-    if wanted > limit:
-        raise ConfigError(f"max_model_len {wanted:,} is more than the {limit:,} tokens that {reason}")
-    if wanted > cache_tokens:
+def _wanted_len(config: EngineConfig, model: ModelConfig, rope: RopePlan) -> int:
+    wanted = config.max_model_len if config.max_model_len is not None else rope.default_len
+    if wanted > rope.max_len:
+        raise ConfigError(f"max_model_len {wanted:,} is more than the {rope.max_len:,} tokens that {_reach(model, rope)}")
+    return wanted
+
+
+def _retention(config: EngineConfig, model: ModelConfig, max_model_len: int) -> Retention:
+    """With the model's window, where requests can be longer than that."""
+    window, max_step_tokens = model.sliding_window, config.scheduler.max_num_batched_tokens
+    if window is None or window >= max_model_len:
+        return Retention(config.cache.block_size)
+    return Retention(config.cache.block_size, window, max_step_tokens)
+
+
+def _fit(wanted: int, retention: Retention, cache_tokens: int, notes: list[str]) -> int:
+    if wanted > cache_tokens and retention.max_blocks * retention.block_size > cache_tokens:
         notes.append(
             f"context shortened from {wanted:,} to {cache_tokens:,} tokens: that is what the KV cache holds; raise --kv-cache-memory for more"
         )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from engine.kv.disk_worker import ReadDone
 from engine.kv.manager import KVCacheManager
-from engine.kv.prefix import PrefixMatch
+from engine.kv.match import PrefixMatch
 from engine.kv.tiers import Tier
 from engine.request import Namespace
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
@@ -95,12 +95,12 @@ class WayRunner(RecordingRunner):
         for sequence in plan.sequences:
             ways = self.ways_of(sequence.request_id)
             for position in range(sequence.start, sequence.seq_len):
-                slot = self._slot(sequence.block_table, position)
+                slot = self._slot(sequence, position)
                 self.slots[slot] = (*self.slots[slot][:2], ways[position])
         for sequence in plan.sequences:
             ways = self.ways_of(sequence.request_id)
-            for position in range(sequence.seq_len):
-                way = self.slots[self._slot(sequence.block_table, position)][2]
+            for position in self.positions_read(sequence):
+                way = self.slots[self._slot(sequence, position)][2]
                 assert way == ways[position], "a sequence reads what another prefix has left"
         return SampledTokens(tuple(self._seeded(s.sample, t) for s, t in zip(plan.sequences, sampled.tokens, strict=True)))
 

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.control import CacheControl, Dropped, DropPrefix, NotResident, Pinned, PinPrefix, Refused, ResetCache, Unpin
 from engine.core import EngineCore
 from engine.kv.digest import Digester
+from engine.kv.match import PrefixMatch
 from engine.kv.pins import PinLimits
-from engine.kv.prefix import PrefixMatch
 from engine.kv.tails import TailSlots
 from engine.kv.tier_cache import TierCache
 from engine.kv.tier_drop import DropScope

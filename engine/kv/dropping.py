@@ -47,7 +47,8 @@ def drop(nodes: Iterable[PrefixNode], forget: Callable[[PrefixNode], None], num_
     """
     counts = DropCounts()
     for node in nodes:
-        assert node.block is not None
+        if node.block is None:
+            continue  # it was evicted from above others
         if node.block.ref_count > 0:
             counts.num_referenced += 1
         elif node.block.num_pins > 0:

@@ -26,6 +26,7 @@ class SampleSpec:
 class ScheduledSequence:
     """Compute ``token_ids`` at positions start, start + 1, ...; their K and V go to the slots that ``block_table`` gives.
 
+    ``block_table`` begins with block ``first_block`` of the sequence: those before it lie behind its window.
     ``sample`` is None while the sequence's last known token is not among them. ``tail_slot``: where the open last block of the
     sequence lies in a quantized format; its blocks get their bytes when they fill. None in float formats.
     """
@@ -37,6 +38,7 @@ class ScheduledSequence:
     rope_class: int
     sample: SampleSpec | None
     tail_slot: int | None = None
+    first_block: int = 0
 
     @property
     def seq_len(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.kv.history import FoundTokens
 from engine.kv.manager import KVCacheManager
-from engine.kv.prefix import PrefixMatch
+from engine.kv.match import PrefixMatch
 from engine.kv.tiers import Tier
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sched.admission import Gate, lasting_blocks
@@ -88,8 +88,8 @@ class Scheduler:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose K and V the running requests read."""
-        return sum(request.num_computed_tokens for request in self._running.values())
+        """Tokens whose K and V the running requests hold and read."""
+        return self.manager.num_held_tokens
 
     def take_counts(self) -> StepCounts:
         """The counts since the last call."""
@@ -266,6 +266,7 @@ class Scheduler:
             token_ids=tuple(request.token_ids[start:end]),
             start=start,
             block_table=tuple(self.manager.block_table(request.request_id)),
+            first_block=self.manager.num_released_blocks(request.request_id),
             tail_slot=self.manager.tail_slot(request.request_id),
             rope_class=request.namespace.rope_class,
             sample=self._sample_spec(request) if end == request.num_tokens else None,
