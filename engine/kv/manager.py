@@ -234,7 +234,13 @@ class KVCacheManager:
         if tree.allow_partial:
             table.note_open(tuple(token_ids[table.num_committed * size : num_computed_tokens]))
         table.move_tip(tip, tree)
-        for block in table.release(self._retention.num_behind(num_computed_tokens)):
+        self._let_go(table.release(self._retention.num_behind(num_computed_tokens)))
+
+    def _let_go(self, blocks: Sequence[Block]) -> None:
+        """Of blocks that have come to lie behind a window. What was left earlier is to be evicted earlier."""
+        if blocks:
+            self._device.tick()
+        for block in blocks:
             self._device.release(block)
 
     def _adopt(self, table: BlockTable, index: int, node: PrefixNode) -> None:

@@ -57,7 +57,9 @@ class CacheOperator:
         known = [self._tiers.digest(node) for node in below if len(node.tokens) == size]
         scope = self._tiers.scope(namespace, token_ids, num_public, size)
         num_kept = self._tiers.num_continued(scope, known)
-        device = drop((*below, *reversed(own)), self._forget, num_public + num_kept if num_kept else 0)
+        num_continued = num_public + num_kept if num_kept else 0
+        counts = drop(below, self._forget, num_continued, with_gaps=self._tree.has_gaps)
+        device = drop(reversed(own), self._forget, num_continued, counts=counts)
         stayed = [number for number, node in enumerate(own, 1) if node.block is not None and node.block.is_reclaimable]
         return DropResult(device, self._tiers.drop(scope, max([num_kept, *stayed[-1:]]), known))
 
@@ -74,7 +76,9 @@ class CacheOperator:
     def reset(self) -> DropResult:
         """Forget all that is neither in use nor pinned, and all that the tiers below hold of this model."""
         self._history.tick()
-        return DropResult(drop(descendants(self._tree.roots()), self._forget), self._tiers.reset())
+        return DropResult(
+            drop(descendants(self._tree.roots()), self._forget, with_gaps=self._tree.has_gaps), self._tiers.reset()
+        )
 
     def survey(self, num_prefixes: int, num_token_ids: int) -> Survey:
         """See ``Survey``; at most ``num_prefixes`` in each ranking, with the first ``num_token_ids`` tokens of each."""

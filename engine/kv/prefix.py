@@ -32,6 +32,10 @@ class PrefixTree:
         self._policy = policy
         self._roots: dict[Namespace, PrefixNode] = {}
 
+    @property
+    def has_gaps(self) -> bool:
+        return self._retention.has_gaps
+
     def num_public_blocks(self, namespace: Namespace, num_public_tokens: int) -> int:
         """How many blocks of a prompt that begins with so many public tokens are public; for those without a salt, all are."""
         return num_public_tokens // self.block_size if namespace.salt else 0
