@@ -461,7 +461,7 @@ def test_whatever_happens_with_a_window() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Machine,
         settings=settings(
-            max_examples=250,
+            max_examples=150,
             stateful_step_count=20,
             deadline=None,
             derandomize=True,
