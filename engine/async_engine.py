@@ -168,7 +168,7 @@ class AsyncEngine:
         """Where a request of that many tokens, prompt and output, may share blocks: with those of its salt and its RoPE class."""
         info = self._info
         assert info is not None, "the engine is not ready"
-        return Namespace(salt, choose_rope_class(info.rope_classes, num_tokens))
+        return Namespace(salt, choose_rope_class(info.rope_classes, info.num_places(num_tokens)))
 
     def _rope_limits(self) -> tuple[int, ...]:
         assert self._info is not None
@@ -387,7 +387,7 @@ def check_request(info: EngineInfo, prompt_token_ids: Sequence[int], sampling: S
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequestError(f"token id {wrong} is out of vocabulary (0 to {info.vocab_size - 1})", param=param)
     total, cache_len = len(prompt_token_ids) + sampling.max_tokens, info.num_blocks * info.block_size
-    limit = min(info.max_model_len, cache_len) if info.sliding_window is None else info.max_model_len
+    limit = min(info.max_model_len, cache_len) if info.holds_all else info.max_model_len
     if total > limit:
         by_cache = f", all that the KV cache holds ({info.num_blocks} blocks of {info.block_size})"
         raise ContextLengthError(

@@ -6,9 +6,15 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InsufficientMemoryError
+from engine.kv.format import SEALED_TYPES
 from engine.kv.retention import Retention
+from engine.kv.stream import StreamShape
 from engine.model_config import ModelConfig
 from engine.rope_classes import RopeClass, RopePlan, plan_rope, rope_classes
+
+DEFAULT_SINKS = 4
+MAX_STREAM_LEN = 2**20
+"""Tokens of a stream where no limit is given: their ids are kept in host memory, their K and V are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,8 @@ def plan_context(config: EngineConfig, model: ModelConfig, cache_tokens: int) ->
     Raises:
         ConfigError: more was asked for than the model and its scaling reach. InsufficientMemoryError: the cache holds no request.
     """
+    if config.window is not None:
+        return _plan_streams(config, model, cache_tokens)
     rope = plan_rope(model, config.rope_scaling, config.rope_policy, config.max_model_len)
     notes = [rope.note] if rope.note is not None else []
     wanted = _wanted_len(config, model, rope)
@@ -38,6 +46,41 @@ def plan_context(config: EngineConfig, model: ModelConfig, cache_tokens: int) ->
     if len(classes) > 1:
         notes.append("RoPE by request length: " + ", ".join(f"{each.name} to {each.max_len:,}" for each in classes))
     return ContextPlan(max_model_len, rope, classes, retention, tuple(notes))
+
+
+def _plan_streams(config: EngineConfig, model: ModelConfig, cache_tokens: int) -> ContextPlan:
+    """Positions are places in the cache: the scaling has to reach these, whatever a request's length."""
+    shape, max_model_len = _stream_shape(config, model), config.max_model_len or MAX_STREAM_LEN
+    rope = plan_rope(model, config.rope_scaling, config.rope_policy, None)
+    if shape.max_tokens > rope.max_len:
+        raise ConfigError(
+            f"attention sinks and window take {shape.max_tokens:,} tokens in whole blocks, more than the {rope.max_len:,} that"
+            f" {_reach(model, rope)}"
+        )
+    if shape.max_tokens > cache_tokens:
+        raise InsufficientMemoryError(
+            f"attention sinks and window take {shape.max_tokens:,} tokens in whole blocks; the KV cache holds {cache_tokens:,}"
+        )
+    sinks, window = shape.num_sink_blocks * shape.block_size, shape.num_window_blocks * shape.block_size
+    note = (
+        f"requests of more than {shape.max_tokens:,} tokens, up to {max_model_len:,}, read their first {sinks:,} and the last"
+        f" {window - (shape.num_leaving - 1) * shape.block_size:,} to {window:,}"
+    )
+    retention = Retention(config.cache.block_size, stream=shape)
+    return ContextPlan(max_model_len, rope, rope_classes(rope, shape.max_tokens), retention, (note,))
+
+
+def _stream_shape(config: EngineConfig, model: ModelConfig) -> StreamShape:
+    """In whole blocks: what is asked for is rounded up."""
+    assert config.window is not None
+    if model.sliding_window is not None:
+        raise ConfigError(
+            f"--window is for models without a sliding window; this one has one of {model.sliding_window:,} tokens"
+        )
+    if config.cache.kv_dtype in SEALED_TYPES:
+        raise ConfigError(f"--window turns cached keys, which a cache in {config.cache.kv_dtype} cannot: use a float format")
+    sinks, size = DEFAULT_SINKS if config.attention_sinks is None else config.attention_sinks, config.cache.block_size
+    return StreamShape(size, -(-sinks // size), max(2, -(-config.window // size)))
 
 
 def _wanted_len(config: EngineConfig, model: ModelConfig, rope: RopePlan) -> int:

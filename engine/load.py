@@ -100,6 +100,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
         tail_bytes=_tail_bytes(tails, fmt),
         rope_classes=tuple((each.name, each.max_len) for each in context.rope_classes),
         sliding_window=context.retention.window,
+        stream_len=context.retention.stream.max_tokens if context.retention.stream is not None else None,
     )
     return LoadedEngine(core, info, runner, tiers)
 
@@ -196,9 +197,8 @@ def _open_tiers(
         rope = f"{context.rope.rope!r} ladder={context.rope.is_ladder}"
         return model_fingerprint(model, weights, f"{dtype} {device.type} {attention.name} {rope}")
 
-    return open_tiers(
-        config.cache, storage, fingerprint, context.max_model_len, available_bytes(torch.device("cpu")) - pool_bytes
-    )
+    longest = context.retention.num_blocks_for(context.max_model_len) * storage.format.block_size
+    return open_tiers(config.cache, storage, fingerprint, longest, available_bytes(torch.device("cpu")) - pool_bytes)
 
 
 def _build_model(config: ModelConfig, weights: ModelWeights, attention: AttentionBackend) -> Model:

@@ -18,6 +18,7 @@ from engine.kv.pins import PinLimits, Pins
 from engine.kv.pool import BlockPool
 from engine.kv.prefix import PrefixTree, public_namespace
 from engine.kv.retention import Retention
+from engine.kv.stream import BlockTurn, StreamTable
 from engine.kv.table import BlockTable
 from engine.kv.tails import TailSlots
 from engine.kv.tier_cache import TierCache, no_tiers
@@ -65,7 +66,7 @@ class KVCacheManager:
         self.operator = CacheOperator(self._pool, self._tree, self.tiers, pins, self.history)
         self._device = DeviceBlocks(self._pool, self._tree, self.tiers, self.history)
         self._opener = Opener(self._device, self._tree, self.tiers)
-        self._tables: dict[str, BlockTable] = {}
+        self._tables: dict[str, BlockTable | StreamTable] = {}
         self._tails = tails
 
     @property
@@ -193,6 +194,32 @@ class KVCacheManager:
         if self._tails is not None:
             self._tails.take(request_id)
 
+    def is_stream(self, num_tokens: int) -> bool:
+        """Whether a request that may come to so many tokens is a stream: see ``admit_stream``."""
+        return self._retention.is_stream(num_tokens)
+
+    def admit_stream(self, request_id: str) -> None:
+        """Open the table of a stream: it starts with nothing, and nothing of it is ever published."""
+        assert request_id not in self._tables, f"request {request_id} has a block table already"
+        assert self._retention.stream is not None
+        assert self._tails is None, "streams are for float formats: sealed keys cannot be turned"
+        self._device.tick()
+        self._tables[request_id] = StreamTable(self._retention.stream)
+
+    def num_to_go(self, num_tokens: int) -> int:
+        """How many tokens a stream of so many computed ones can compute in a step."""
+        assert self._retention.stream is not None
+        return self._retention.stream.num_to_go(num_tokens)
+
+    def take_turns(self) -> tuple[tuple[str, BlockTurn], ...]:
+        """The turns that streams have asked for since the last call, by request id."""
+        turns: list[tuple[str, BlockTurn]] = []
+        for request_id, table in self._tables.items():
+            if isinstance(table, StreamTable):
+                turns += [(request_id, turn) for turn in table.turns]
+                table.turns.clear()
+        return tuple(turns)
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies that admissions have asked for since the last call, in their order."""
         return self._opener.take_copies()
@@ -222,6 +249,9 @@ class KVCacheManager:
         its block takes the place of ours, which is freed.
         """
         table, tree, size = self._tables[request_id], self._tree, self.block_size
+        if isinstance(table, StreamTable):
+            self._let_go(table.advance(num_computed_tokens))
+            return
         table.num_tokens = num_computed_tokens
         self.history.tick()
         tip = table.tip
@@ -237,7 +267,7 @@ class KVCacheManager:
         self._let_go(table.release(self._retention.num_behind(num_computed_tokens)))
 
     def _let_go(self, blocks: Sequence[Block]) -> None:
-        """Of blocks that have come to lie behind a window. What was left earlier is to be evicted earlier."""
+        """Of blocks that a window has left behind. What was left earlier is to be evicted earlier."""
         if blocks:
             self._device.tick()
         for block in blocks:
@@ -256,8 +286,9 @@ class KVCacheManager:
         if self._tails is not None:
             self._tails.give_back(request_id)
         self._device.tick()
-        self._publish_open(table)
-        self._tree.unhang(table.tip, table.open)
+        if isinstance(table, BlockTable):
+            self._publish_open(table)
+            self._tree.unhang(table.tip, table.open)
         for block in reversed(table.blocks):
             self._device.release(block)
 
@@ -312,8 +343,12 @@ class KVCacheManager:
         for block in self._pool.blocks:
             assert block.ref_count == references.get(block.block_id, 0), f"block {block.block_id} leaks references"
         for table in self._tables.values():
-            table.check_integrity(self._tree)
+            if isinstance(table, BlockTable):
+                table.check_integrity(self._tree)
+            else:
+                table.check_integrity()
             assert len(table.blocks) <= self._retention.max_blocks, "a request holds more than its window needs"
-        assert sum(len(node.open_blocks) for node in nodes) == len(self._tables), "an open block hangs without a table"
+        num_open = sum(isinstance(table, BlockTable) for table in self._tables.values())
+        assert sum(len(node.open_blocks) for node in nodes) == num_open, "an open block hangs without a table"
         assert self.num_free_blocks + self.num_cached_blocks + self.num_referenced_blocks == self.num_blocks
         assert sum(node.block is not None for node in nodes) >= self.num_cached_blocks

@@ -1,4 +1,4 @@
-"""Which blocks of a request its queries yet to come read: all so far, or those of a sliding window.
+"""Which blocks of a request its queries yet to come read: all so far, those of a sliding window, or a stream's sinks and window.
 
 A query at position p sees the keys at p - window + 1 .. p. Blocks that lie wholly before that for every query to come are *behind*:
 their request lets go of them while it runs. Knows counts and positions; not who holds what.
@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.kv.block import Block, PrefixNode
+from engine.kv.stream import StreamShape
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
     """``window`` in tokens, None without one. ``max_step_tokens``: the most that a step computes of a request; only a window asks.
+    ``stream``: requests of more tokens than it has places are streams (see engine.kv.stream); None: there are none.
 
     The prefix tree of a windowed cache has gaps: a block can be evicted from above others, and a prefix is found if what lies
     within the window of its next token is there.
@@ -25,6 +27,14 @@ class Retention:
     block_size: int
     window: int | None = None
     max_step_tokens: int = 0
+    stream: StreamShape | None = None
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.stream is None
+
+    def is_stream(self, num_tokens: int) -> bool:
+        """Whether a request that may come to so many tokens is a stream."""
+        return self.stream is not None and num_tokens > self.stream.max_tokens
 
     @property
     def has_gaps(self) -> bool:
@@ -36,7 +46,10 @@ class Retention:
 
     @property
     def max_blocks(self) -> int:
-        """The most blocks that a request holds at a time, however long it gets: a window, a step's tokens and a part of a block."""
+        """The most blocks that a request holds at a time, however long it gets: a window, a step's tokens and a part of a block;
+        or a stream's places."""
+        if self.stream is not None:
+            return self.stream.max_blocks
         if self.window is None:
             return sys.maxsize
         return (self.window + self.max_step_tokens + self.block_size - 3) // self.block_size + 1

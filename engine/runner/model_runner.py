@@ -59,6 +59,8 @@ class ModelRunner:
         self._host.move(plan.stores, plan.loads)
         for copy in plan.copies:
             self._storage.copy(copy)
+        for turn in plan.turns:
+            self._storage.turn_keys(turn.block_ids, *self._rope.turn(turn.rope_class, -turn.distance))
         batch = build_batch(plan, self._rope, self._storage.format.block_size, self._device, self._window)
         self._attention.plan(batch.work)
         return batch

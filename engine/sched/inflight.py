@@ -62,7 +62,7 @@ class InFlight:
 
     def _num_shared(self, request: Request, num_matched: int, leader: Request) -> int:
         """How many of the request's tokens will be had from the leader; 0 where that is less than a block beyond the match."""
-        if leader.num_uncomputed_tokens < self.block_size:
+        if leader.num_uncomputed_tokens < self.block_size or request.is_stream or leader.is_stream:
             return 0
         needed = num_matched + self.block_size
         limit = min(request.num_tokens - 1, leader.num_tokens, self._num_visible(request, leader))

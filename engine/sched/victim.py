@@ -13,8 +13,11 @@ MAX_PREEMPTIONS = 8
 
 
 def is_protected(request: Request) -> bool:
-    """Whether the request has been preempted often enough. It then comes back only with room for all that it may become."""
-    return request.num_preemptions >= MAX_PREEMPTIONS
+    """Whether the request is not to be preempted: it has been often enough, or it is a stream, which would start all over.
+
+    It is let in only with room for all that it may become.
+    """
+    return request.num_preemptions >= MAX_PREEMPTIONS or request.is_stream
 
 
 class VictimPolicy(Protocol):
