@@ -146,7 +146,7 @@ def outputs(requests: Sequence[Request]) -> list[tuple[int, ...]]:
 def test_logits_are_those_of_the_twin_for_hundreds_of_tokens(tiny: Path, backend: str) -> None:
     llm = make_llm(tiny, attention_backend=backend, max_model_len=100_000)
     recorder = Recorder(llm)
-    (request,) = run(llm, PROMPTS[:1], 500)
+    (request,) = run(llm, PROMPTS[:1], 300)
     expected = twin_logits(tiny, request.token_ids[:-1])[len(PROMPTS[0]) - 1 :]
     torch.testing.assert_close(torch.stack(recorder.logits), expected, atol=2e-4, rtol=1e-4)
     assert outputs([request])[0] == tuple(expected.argmax(-1).tolist())
@@ -181,7 +181,7 @@ def test_memory_is_constant_and_streams_wait_for_it(tiny: Path, alone: list[tupl
         manager.check_integrity()
     assert outputs(requests) == alone
     assert max(cache.num_referenced_blocks for cache in held) == PLACES // BLOCK_SIZE
-    assert max(cache.num_context_tokens for cache in held) == PLACES
+    assert max(cache.num_context_tokens for cache in held) == PLACES - 1, "when all places are taken, some are left at once"
     assert all(request.num_preemptions == 0 for request in requests)
 
 

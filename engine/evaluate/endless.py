@@ -50,12 +50,14 @@ class ScoringRunner:
 
     def __init__(self, runner: ModelRunner, text: Sequence[int]) -> None:
         self.nll: list[float] = []
+        self.num_blocks = 0  # the most that a step used
         self._runner = runner
         self._text = text
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> SampledTokens:
         (sequence,) = plan.sequences
+        self.num_blocks = max(self.num_blocks, len(sequence.block_table))
         log_p = self._runner.score(plan).float().log_softmax(-1)
         read = self._text[len(self.nll) + 1 : len(self.nll) + 1 + len(log_p)]
         self._note(log_p[: len(read)], read)
@@ -79,15 +81,14 @@ def stream(
     sampling = SamplingParams(temperature=1.0, max_tokens=num_drawn, ignore_eos=True, seed=0)
     assert core.add(Request("endless", tuple(text), sampling, seed=0)) is None
     buckets: list[Bucket] = []
-    num_blocks = 0
     while core.has_work:
         before = len(runner.nll)
-        num_blocks = max(num_blocks, core.step().stats.cache.num_referenced_blocks)
+        core.step()
         on_tokens(len(runner.nll) - before)
         start = bucket * len(buckets)
         while len(runner.nll) >= start + bucket or (start < len(runner.nll) and not core.has_work):
             part = runner.nll[start : start + bucket]
-            buckets.append(Bucket(start, start + len(part), math.exp(sum(part) / len(part)), num_blocks))
+            buckets.append(Bucket(start, start + len(part), math.exp(sum(part) / len(part)), runner.num_blocks))
             start += bucket
     return buckets
 
