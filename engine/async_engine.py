@@ -196,21 +196,23 @@ class AsyncEngine:
                 without a ``place``, what ``reserve`` raises.
         """
         self.check(prompt_token_ids, sampling)
+        assert self._info is not None
+        grows = terms.grows and not self._info.is_stream(len(prompt_token_ids) + sampling.max_tokens)
         message = Add(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
-            namespace=self.namespace(terms.salt, len(prompt_token_ids) + (1 if terms.grows else sampling.max_tokens)),
+            namespace=self.namespace(terms.salt, len(prompt_token_ids) + (1 if grows else sampling.max_tokens)),
             arrival_time=terms.arrival_time or time.monotonic(),
             num_public_tokens=self.num_public_tokens(prompt_token_ids),
             tenant=terms.tenant,
             priority=terms.priority,
-            rope_limits=self._rope_limits() if terms.grows else (),
+            rope_limits=self._rope_limits() if grows else (),
         )
         assembler = TextAssembler(self.tokenizer, sampling, message.prompt_token_ids)
         place = place if place is not None else self.reserve(1)[0]
-        stream = _Stream(assembler, message.arrival_time, place, grows=terms.grows)
+        stream = _Stream(assembler, message.arrival_time, place, grows=grows)
         self._open(message, stream)
         try:
             while True:

@@ -200,6 +200,10 @@ class EngineInfo:
     sliding_window: int | None = None
     stream_len: int | None = None
 
+    def is_stream(self, num_tokens: int) -> bool:
+        """Whether a request that may come to so many tokens holds its first and its last ones only."""
+        return self.stream_len is not None and num_tokens > self.stream_len
+
     def num_places(self, num_tokens: int) -> int:
         """How many positions a request of so many tokens takes: a stream's are places in its cache."""
         return num_tokens if self.stream_len is None else min(num_tokens, self.stream_len)
