@@ -6,7 +6,7 @@ PIP_FLAGS ?= --disable-pip-version-check --progress-bar on
 # On a CPU-only machine the plain torch on the index may be a CUDA build of several GB; this version has a CPU build where Octavo is developed.
 TORCH ?= torch==2.13.0
 
-.PHONY: help install serve test check lint types bench tier-bench pressure-bench itl-bench kv-quality soak clean
+.PHONY: help install serve test check lint types bench tier-bench pressure-bench itl-bench kv-quality endless soak clean
 
 help:
 	@echo "make serve     install, fetch the default model, serve it on http://127.0.0.1:8000  (MODEL=, OCTAVO_PORT=, ...)"
@@ -14,6 +14,7 @@ help:
 	@echo "make check     ruff, mypy --strict, import layers, then the tests: what CI runs"
 	@echo "make install   only make .venv; the command is .venv/bin/octavo"
 	@echo "make kv-quality  bytes, perplexity and KL of every KV cache format, on 20,480 tokens of Moby Dick (needs npm; about half an hour)"
+	@echo "make endless   20,000 tokens read and 20,000 drawn as one stream each: perplexity by bucket, blocks held (needs npm; about half an hour)"
 	@echo "make bench     start a server and measure it with loadtest/ (a few minutes)"
 	@echo "make pressure-bench  tokens computed twice when the cache is too small, by policy; no model (a few minutes)"
 	@echo "make itl-bench  gaps in running streams without and with a 4,000-token prompt arriving"
@@ -66,6 +67,9 @@ tier-bench: .venv/.installed-dev
 
 kv-quality: .venv/.installed
 	$(BIN)/python -m engine.evaluate.kv_quality --model $(MODEL)
+
+endless: .venv/.installed
+	$(BIN)/python -m engine.evaluate.endless --model $(MODEL)
 
 pressure-bench: .venv/.installed
 	$(BIN)/python -m engine.evaluate.pressure

@@ -168,7 +168,7 @@ class AsyncEngine:
         """Where a request of that many tokens, prompt and output, may share blocks: with those of its salt and its RoPE class."""
         info = self._info
         assert info is not None, "the engine is not ready"
-        return Namespace(salt, choose_rope_class(info.rope_classes, num_tokens))
+        return Namespace(salt, choose_rope_class(info.rope_classes, info.num_places(num_tokens)))
 
     def _rope_limits(self) -> tuple[int, ...]:
         assert self._info is not None
@@ -196,21 +196,23 @@ class AsyncEngine:
                 without a ``place``, what ``reserve`` raises.
         """
         self.check(prompt_token_ids, sampling)
+        assert self._info is not None
+        grows = terms.grows and not self._info.is_stream(len(prompt_token_ids) + sampling.max_tokens)
         message = Add(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
-            namespace=self.namespace(terms.salt, len(prompt_token_ids) + (1 if terms.grows else sampling.max_tokens)),
+            namespace=self.namespace(terms.salt, len(prompt_token_ids) + (1 if grows else sampling.max_tokens)),
             arrival_time=terms.arrival_time or time.monotonic(),
             num_public_tokens=self.num_public_tokens(prompt_token_ids),
             tenant=terms.tenant,
             priority=terms.priority,
-            rope_limits=self._rope_limits() if terms.grows else (),
+            rope_limits=self._rope_limits() if grows else (),
         )
         assembler = TextAssembler(self.tokenizer, sampling, message.prompt_token_ids)
         place = place if place is not None else self.reserve(1)[0]
-        stream = _Stream(assembler, message.arrival_time, place, grows=terms.grows)
+        stream = _Stream(assembler, message.arrival_time, place, grows=grows)
         self._open(message, stream)
         try:
             while True:
@@ -387,7 +389,7 @@ def check_request(info: EngineInfo, prompt_token_ids: Sequence[int], sampling: S
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequestError(f"token id {wrong} is out of vocabulary (0 to {info.vocab_size - 1})", param=param)
     total, cache_len = len(prompt_token_ids) + sampling.max_tokens, info.num_blocks * info.block_size
-    limit = min(info.max_model_len, cache_len)
+    limit = min(info.max_model_len, cache_len) if info.holds_all else info.max_model_len
     if total > limit:
         by_cache = f", all that the KV cache holds ({info.num_blocks} blocks of {info.block_size})"
         raise ContextLengthError(

@@ -85,6 +85,7 @@ class EngineConfig:
     context, shortened to what the cache can hold. ``num_threads`` None leaves torch's choice.
     ``rope_scaling`` is JSON as in a config.json and replaces the checkpoint's. ``rope_policy`` "static" serves one scaling,
     "ladder" each request the least that its length needs, "auto" the ladder where the operator extends the context.
+    With a ``window``, requests of more than ``attention_sinks`` (None: 4) + ``window`` tokens read their first and last so many.
     """
 
     model_path: str
@@ -95,6 +96,8 @@ class EngineConfig:
     max_model_len: int | None = None
     rope_scaling: str | None = None
     rope_policy: str = "auto"
+    attention_sinks: int | None = None
+    window: int | None = None
     num_threads: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -106,5 +109,13 @@ class EngineConfig:
             raise ConfigError(f"attention backend must be auto, reference or cpu; got {self.attention_backend!r}")
         if self.rope_policy not in ROPE_POLICIES:
             raise ConfigError(f"rope policy must be {', '.join(ROPE_POLICIES)}; got {self.rope_policy!r}")
+        if self.window is None and self.attention_sinks is not None:
+            raise ConfigError(
+                f"attention sinks ({self.attention_sinks}) go with a window of the last tokens: give --window too"
+            )
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"window must be at least 1 token, got {self.window}")
+        if self.attention_sinks is not None and self.attention_sinks < 0:
+            raise ConfigError(f"attention sinks must be 0 or more, got {self.attention_sinks}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")

@@ -6,17 +6,26 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InsufficientMemoryError
+from engine.kv.format import SEALED_TYPES
+from engine.kv.retention import Retention
+from engine.kv.stream import StreamShape
 from engine.model_config import ModelConfig
 from engine.rope_classes import RopeClass, RopePlan, plan_rope, rope_classes
+
+DEFAULT_SINKS = 4
+MAX_STREAM_LEN = 2**20
+"""Tokens of a stream where no limit is given: their ids are kept in host memory, their K and V are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """``max_model_len`` is the longest prompt plus output, in tokens; the last of ``rope_classes`` covers it. ``notes`` are for the operator."""
+    """``max_model_len`` is the longest prompt plus output, in tokens; the last of ``rope_classes`` covers it. ``retention`` says which
+    blocks such a request holds. ``notes`` are for the operator."""
 
     max_model_len: int
     rope: RopePlan
     rope_classes: tuple[RopeClass, ...]
+    retention: Retention
     notes: tuple[str, ...]
 
 
@@ -26,27 +35,71 @@ def plan_context(config: EngineConfig, model: ModelConfig, cache_tokens: int) ->
     Raises:
         ConfigError: more was asked for than the model and its scaling reach. InsufficientMemoryError: the cache holds no request.
     """
+    if config.window is not None:
+        return _plan_streams(config, model, cache_tokens)
     rope = plan_rope(model, config.rope_scaling, config.rope_policy, config.max_model_len)
     notes = [rope.note] if rope.note is not None else []
-    max_model_len = _max_model_len(config, model, rope, cache_tokens, notes)
+    wanted = _wanted_len(config, model, rope)
+    retention = _retention(config, model, wanted)
+    max_model_len = _fit(wanted, retention, cache_tokens, notes)
     classes = rope_classes(rope, max_model_len)
     if len(classes) > 1:
         notes.append("RoPE by request length: " + ", ".join(f"{each.name} to {each.max_len:,}" for each in classes))
-    return ContextPlan(max_model_len, rope, classes, tuple(notes))
+    return ContextPlan(max_model_len, rope, classes, retention, tuple(notes))
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig, rope: RopePlan, cache_tokens: int, notes: list[str]) -> int:
-    limit, reason = rope.max_len, _reach(model, rope)
-    if model.sliding_window is not None and model.sliding_window < limit:
-        limit, reason = (
-            model.sliding_window,
-            "the model's sliding window spans (longer contexts need windowed attention, not built yet)",
+def _plan_streams(config: EngineConfig, model: ModelConfig, cache_tokens: int) -> ContextPlan:
+    """Positions are places in the cache: the scaling has to reach these, whatever a request's length."""
+    shape, max_model_len = _stream_shape(config, model), config.max_model_len or MAX_STREAM_LEN
+    rope = plan_rope(model, config.rope_scaling, config.rope_policy, None)
+    if shape.max_tokens > rope.max_len:
+        raise ConfigError(
+            f"attention sinks and window take {shape.max_tokens:,} tokens in whole blocks, more than the {rope.max_len:,} that"
+            f" {_reach(model, rope)}"
         )
-        notes.append(f"context limited to {limit:,} tokens, which {reason}")
-    wanted = config.max_model_len if config.max_model_len is not None else min(rope.default_len, limit)
-    if wanted > limit:
-        raise ConfigError(f"max_model_len {wanted:,} is more than the {limit:,} tokens that {reason}")
-    if wanted > cache_tokens:
+    if shape.max_tokens > cache_tokens:
+        raise InsufficientMemoryError(
+            f"attention sinks and window take {shape.max_tokens:,} tokens in whole blocks; the KV cache holds {cache_tokens:,}"
+        )
+    sinks, window = shape.num_sink_blocks * shape.block_size, shape.num_window_blocks * shape.block_size
+    note = (
+        f"requests of more than {shape.max_tokens:,} tokens, up to {max_model_len:,}, read their first {sinks:,} and the last"
+        f" {window - (shape.num_leaving - 1) * shape.block_size:,} to {window:,}"
+    )
+    retention = Retention(config.cache.block_size, stream=shape)
+    return ContextPlan(max_model_len, rope, rope_classes(rope, shape.max_tokens), retention, (note,))
+
+
+def _stream_shape(config: EngineConfig, model: ModelConfig) -> StreamShape:
+    """In whole blocks: what is asked for is rounded up."""
+    assert config.window is not None
+    if model.sliding_window is not None:
+        raise ConfigError(
+            f"--window is for models without a sliding window; this one has one of {model.sliding_window:,} tokens"
+        )
+    if config.cache.kv_dtype in SEALED_TYPES:
+        raise ConfigError(f"--window turns cached keys, which a cache in {config.cache.kv_dtype} cannot: use a float format")
+    sinks, size = DEFAULT_SINKS if config.attention_sinks is None else config.attention_sinks, config.cache.block_size
+    return StreamShape(size, -(-sinks // size), max(2, -(-config.window // size)))
+
+
+def _wanted_len(config: EngineConfig, model: ModelConfig, rope: RopePlan) -> int:
+    wanted = config.max_model_len if config.max_model_len is not None else rope.default_len
+    if wanted > rope.max_len:
+        raise ConfigError(f"max_model_len {wanted:,} is more than the {rope.max_len:,} tokens that {_reach(model, rope)}")
+    return wanted
+
+
+def _retention(config: EngineConfig, model: ModelConfig, max_model_len: int) -> Retention:
+    """With the model's window, where requests can be longer than that."""
+    window, max_step_tokens = model.sliding_window, config.scheduler.max_num_batched_tokens
+    if window is None or window >= max_model_len:
+        return Retention(config.cache.block_size)
+    return Retention(config.cache.block_size, window, max_step_tokens)
+
+
+def _fit(wanted: int, retention: Retention, cache_tokens: int, notes: list[str]) -> int:
+    if wanted > cache_tokens and retention.max_blocks * retention.block_size > cache_tokens:
         notes.append(
             f"context shortened from {wanted:,} to {cache_tokens:,} tokens: that is what the KV cache holds; raise --kv-cache-memory for more"
         )

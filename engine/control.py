@@ -199,13 +199,15 @@ class CacheControl:
 
     def _pin(self, command: PinPrefix) -> Pinned | NotResident | Refused:
         manager, pins = self._manager, self._operator.pins
-        nodes = self._operator.resident_nodes(command.namespace, command.token_ids, command.num_public_tokens)
+        match = self._operator.match(command.namespace, command.token_ids, command.num_public_tokens)
         num_wanted = len(command.token_ids) // manager.block_size
-        refusal = pins.refusal(nodes, num_missing=num_wanted - len(nodes))
+        num_behind = manager.num_behind(num_wanted * manager.block_size)
+        nodes = match.path[num_behind:]
+        refusal = pins.refusal(nodes, num_missing=num_wanted - num_behind - len(nodes))
         if refusal is not None:
             return Refused(refusal)
-        if len(nodes) < num_wanted:
-            return NotResident(len(nodes) * manager.block_size)
+        if len(match.path) < num_wanted:
+            return NotResident(len(match.path) * manager.block_size)
         pin = pins.add(command.pin_id, nodes, num_wanted * manager.block_size, command.seconds)
         return Pinned(self._view(pin), manager.num_pinned_blocks)
 

@@ -49,6 +49,8 @@ class LLM:
         max_model_len: int | None = None,
         rope_scaling: str | None = None,
         rope_policy: str = "auto",
+        attention_sinks: int | None = None,
+        window: int | None = None,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
     ) -> None:
@@ -62,6 +64,8 @@ class LLM:
             max_model_len=max_model_len,
             rope_scaling=rope_scaling,
             rope_policy=rope_policy,
+            attention_sinks=attention_sinks,
+            window=window,
             cache=cache or CacheConfig(),
             scheduler=scheduler or SchedulerConfig(),
         )
@@ -109,7 +113,9 @@ class LLM:
             sampling=sampling,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
             namespace=Namespace(
-                rope_class=choose_rope_class(self.info.rope_classes, len(prompt_token_ids) + sampling.max_tokens)
+                rope_class=choose_rope_class(
+                    self.info.rope_classes, self.info.num_places(len(prompt_token_ids) + sampling.max_tokens)
+                )
             ),
             arrival_time=time.monotonic(),
         )

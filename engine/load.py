@@ -86,10 +86,12 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
     attention = choose_backend(config.attention_backend, storage, model_config.num_heads, getattr(torch, dtype))
     tiers = _open_tiers(config, storage, model_config, weights, attention, context, on_progress)
     notes.extend(tiers.notes)
-    runner = build_runner(model_config, weights, attention, tiers.buffer, context.rope_classes, device)
+    runner = build_runner(
+        model_config, weights, attention, tiers.buffer, context.rope_classes, device, context.retention.window
+    )
     on_progress("warming up (compiles kernels at the first start)", None)
     _warm_up(runner, min(fmt.block_size, max_model_len), tails)
-    core = _build_core(config, model_config, runner, fmt, num_blocks, max_model_len, tails, tiers)
+    core = _build_core(config, model_config, runner, fmt, num_blocks, context, tails, tiers)
     info = _info(config, model_config, weights, fmt, num_blocks, max_model_len, device, attention, tuple(notes))
     info = replace(
         info,
@@ -97,6 +99,8 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
         disk_cache_bytes=tiers.disk_bytes,
         tail_bytes=_tail_bytes(tails, fmt),
         rope_classes=tuple((each.name, each.max_len) for each in context.rope_classes),
+        sliding_window=context.retention.window,
+        stream_len=context.retention.stream.max_tokens if context.retention.stream is not None else None,
     )
     return LoadedEngine(core, info, runner, tiers)
 
@@ -170,9 +174,10 @@ def build_runner(
     host: HostBuffer,
     classes: Sequence[RopeClass],
     device: torch.device,
+    window: int | None = None,
 ) -> ModelRunner:
     rope = RopeTable(classes, device)
-    return ModelRunner(_build_model(model, weights, attention), rope, attention, host, device)
+    return ModelRunner(_build_model(model, weights, attention), rope, attention, host, device, window)
 
 
 def _open_tiers(
@@ -192,9 +197,8 @@ def _open_tiers(
         rope = f"{context.rope.rope!r} ladder={context.rope.is_ladder}"
         return model_fingerprint(model, weights, f"{dtype} {device.type} {attention.name} {rope}")
 
-    return open_tiers(
-        config.cache, storage, fingerprint, context.max_model_len, available_bytes(torch.device("cpu")) - pool_bytes
-    )
+    longest = context.retention.num_blocks_for(context.max_model_len) * storage.format.block_size
+    return open_tiers(config.cache, storage, fingerprint, longest, available_bytes(torch.device("cpu")) - pool_bytes)
 
 
 def _build_model(config: ModelConfig, weights: ModelWeights, attention: AttentionBackend) -> Model:
@@ -235,14 +239,16 @@ def _build_core(
     runner: ModelRunner,
     fmt: KVFormat,
     num_blocks: int,
-    max_model_len: int,
+    context: ContextPlan,
     tails: TailSlots | None,
     tiers: Tiers,
 ) -> EngineCore:
-    pin_limits = PinLimits(num_blocks, _pin_budget(config.cache, fmt, num_blocks), -(-max_model_len // fmt.block_size))
+    longest_blocks = context.retention.num_blocks_for(context.max_model_len)
+    pin_limits = PinLimits(num_blocks, _pin_budget(config.cache, fmt, num_blocks), longest_blocks)
     manager = KVCacheManager(
         num_blocks,
         fmt.block_size,
+        retention=context.retention,
         allow_partial=not fmt.is_quantized,
         tails=tails,
         tiers=tiers.cache,

@@ -21,8 +21,7 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2F
 class ModelConfig:
     """A Llama-style decoder. ``dtype`` is the checkpoint's own element type, by torch's name ("bfloat16").
 
-    ``sliding_window``, where given, holds for every layer: sequences up to that length are computed exactly by full
-    attention, so whoever serves the model keeps max_model_len within it.
+    ``sliding_window``, where given, holds for every layer: a query sees the last so many tokens, its own included.
     """
 
     architecture: str

@@ -118,7 +118,8 @@ class Request:
 
     ``token_ids`` holds the prompt and, behind it, every sampled token. Always 0 <= num_computed_tokens <= num_tokens,
     and a request has a finish reason exactly when its status is FINISHED. The first ``num_public_tokens`` tokens of the prompt
-    are an operator's public prefix: their full blocks belong to no salt. The lower the ``priority``, the earlier it is
+    are an operator's public prefix: their full blocks belong to no salt. A stream may outgrow all bounds: it reads its first and its
+    last tokens only (see engine.kv.stream). The lower the ``priority``, the earlier it is
     served; within a priority, tenants take turns.
 
     ``rope_limits``, where given, has the most tokens of each RoPE class: a request that outgrows its class moves to the next.
@@ -141,6 +142,7 @@ class Request:
     num_overtaken: int = 0
     max_computed_tokens: int = 0
     is_regrowing: bool = False
+    is_stream: bool = False
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
 

@@ -169,6 +169,8 @@ class EngineInfo:
 
     ``host_cache_bytes`` and ``disk_cache_bytes`` are what the lower tiers may hold; ``tail_bytes`` is what the open blocks of all
     requests may take, beside the pool, in a quantized format. ``rope_classes`` are the name and the longest request of each.
+    ``sliding_window`` in tokens, where requests may be longer: they hold the blocks within it only. Requests of more than
+    ``stream_len`` tokens hold so many: their first and their last ones.
     """
 
     model_name: str
@@ -195,6 +197,21 @@ class EngineInfo:
     disk_cache_bytes: int = 0
     tail_bytes: int = 0
     rope_classes: tuple[tuple[str, int], ...] = ()
+    sliding_window: int | None = None
+    stream_len: int | None = None
+
+    def is_stream(self, num_tokens: int) -> bool:
+        """Whether a request that may come to so many tokens holds its first and its last ones only."""
+        return self.stream_len is not None and num_tokens > self.stream_len
+
+    def num_places(self, num_tokens: int) -> int:
+        """How many positions a request of so many tokens takes: a stream's are places in its cache."""
+        return num_tokens if self.stream_len is None else min(num_tokens, self.stream_len)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every request holds all its tokens, so that the cache bounds its length."""
+        return self.sliding_window is None and self.stream_len is None
 
     @property
     def cache_bytes(self) -> int:

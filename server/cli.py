@@ -82,6 +82,17 @@ def serve_command(
             help="static: one scaling for all; ladder: each request the least its length needs; auto: the ladder where you extend the context.",
         ),
     ] = _SETTINGS.rope_policy,
+    attention_sinks: Annotated[
+        int | None,
+        typer.Option(envvar="OCTAVO_ATTENTION_SINKS", help="With --window: the first tokens that stay; 4 if left out."),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            envvar="OCTAVO_WINDOW",
+            help="Endless requests: those of more tokens than sinks and window read the first and the last ones only.",
+        ),
+    ] = None,
     block_size: Annotated[
         int, typer.Option(envvar="OCTAVO_BLOCK_SIZE", help="Tokens in a KV cache block.")
     ] = _CACHE.block_size,
@@ -175,6 +186,8 @@ def serve_command(
         max_model_len=max_model_len,
         rope_scaling=rope_scaling,
         rope_policy=rope_policy,
+        attention_sinks=attention_sinks,
+        window=window,
         cache=_with_pin_budget(cache, parse_share_or_bytes(pin_budget)),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -27,6 +27,8 @@ class Settings:
     max_model_len: int | None = None
     rope_scaling: str | None = None
     rope_policy: str = "auto"
+    attention_sinks: int | None = None
+    window: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     host: str = "127.0.0.1"
@@ -64,6 +66,8 @@ class Settings:
             max_model_len=self.max_model_len,
             rope_scaling=self.rope_scaling,
             rope_policy=self.rope_policy,
+            attention_sinks=self.attention_sinks,
+            window=self.window,
             cache=self.cache,
             scheduler=self.scheduler,
         )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from engine.kv.disk_worker import ReadDone
 from engine.kv.manager import KVCacheManager
-from engine.kv.prefix import PrefixMatch
+from engine.kv.match import PrefixMatch
 from engine.kv.tiers import Tier
 from engine.request import Namespace
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
@@ -72,19 +72,21 @@ class Ways:
         return above in own
 
 
-def said(prompt: Sequence[int], count: int, seed: int) -> list[int]:
+def said(prompt: Sequence[int], count: int, seed: int, window: int | None = None) -> list[int]:
     """What the fake model says after the prompt. Requests with other seeds go other ways."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append((next_token(tokens) + seed) % ALPHABET)
+        tokens.append((next_token(tokens if window is None else tokens[-window:]) + seed) % ALPHABET)
     return tokens[len(prompt) :]
 
 
 class WayRunner(RecordingRunner):
     """Slots hold (position, token, way). Whatever a sequence reads must be of its own way. Tokens depend on the seed."""
 
-    def __init__(self, block_size: int, pool: WatchedPool, ways_of: Callable[[str], Sequence[int]]) -> None:
-        super().__init__(block_size, pool)
+    def __init__(
+        self, block_size: int, pool: WatchedPool, ways_of: Callable[[str], Sequence[int]], window: int | None = None
+    ) -> None:
+        super().__init__(block_size, pool, window)
         self.slots: dict[int, Any]
         self.ways_of = ways_of
         self.from_disk: set[int] = set()  # host slots that a read has filled and nobody has loaded since
@@ -95,12 +97,12 @@ class WayRunner(RecordingRunner):
         for sequence in plan.sequences:
             ways = self.ways_of(sequence.request_id)
             for position in range(sequence.start, sequence.seq_len):
-                slot = self._slot(sequence.block_table, position)
+                slot = self._slot(sequence, position)
                 self.slots[slot] = (*self.slots[slot][:2], ways[position])
         for sequence in plan.sequences:
             ways = self.ways_of(sequence.request_id)
-            for position in range(sequence.seq_len):
-                way = self.slots[self._slot(sequence.block_table, position)][2]
+            for position in self.positions_read(sequence):
+                way = self.slots[self._slot(sequence, position)][2]
                 assert way == ways[position], "a sequence reads what another prefix has left"
         return SampledTokens(tuple(self._seeded(s.sample, t) for s, t in zip(plan.sequences, sampled.tokens, strict=True)))
 
@@ -166,6 +168,7 @@ class Memories:
 
     def __init__(self, manager: KVCacheManager, runner: WayRunner) -> None:
         self._manager = manager
+        self._window = runner.window
         self._runner = runner
         self._size = manager.block_size
         self._way_of_digest: dict[bytes, int] = {}
@@ -225,12 +228,27 @@ class Memories:
         limit, size = len(ways) - 1, self._size
         device = list(self.device().values())
         full = {block[-1] for block in device if len(block) == size}
-        num_full = max(n for n in range(limit // size + 1) if n == 0 or ways[n * size - 1] in full)
+        num_full = self.num_full_blocks(ways, full, limit // size)
         in_part = {way for block in device for way in block} if self._manager.allow_partial else set()
-        longest = max([num_full * size, *(n for n in range(1, limit + 1) if ways[n - 1] in in_part)])
-        counts, num_below = self._continue(ways, num_full, limit // size)
+        lengths = range(num_full * size, limit + 1)
+        if self._window is not None:  # a part of one block behind the full ones
+            lengths = lengths[:size]
+        longest = max([num_full * size, *(n for n in lengths if n and ways[n - 1] in in_part)])
+        end = limit // size
+        if self._window is not None:  # up to the next block that the device has
+            end = next((i for i in range(num_full, end) if ways[(i + 1) * size - 1] in full), end)
+        counts, num_below = self._continue(ways, num_full, end)
         num_ready = sum(counts.values())
         return Hit(num_full, num_full * size if num_ready else longest, counts[Tier.HOST], counts[Tier.DISK], num_below)
+
+    def num_full_blocks(self, ways: Sequence[int], full: Collection[int], limit: int) -> int:
+        """The longest prefix of full blocks of which all is there that the token behind it reads."""
+        size = self._size
+        if self._window is None:
+            return max(n for n in range(limit + 1) if n == 0 or ways[n * size - 1] in full)
+        window = self._window
+        read = ((n, range(max(0, n * size - window + 1) // size, n)) for n in range(limit + 1))
+        return max(n for n, blocks in read if all(ways[(i + 1) * size - 1] in full for i in blocks))
 
     def _continue(self, ways: Sequence[int], start: int, end: int) -> tuple[dict[Tier, int], int]:
         ready, anywhere = self.host(), self.below()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from engine.core import EngineCore
 from engine.kv.block import Block, BlockCopy
 from engine.kv.manager import KVCacheManager
+from engine.kv.match import PrefixMatch
 from engine.kv.moves import BlockLoad
 from engine.kv.pool import BlockPool
-from engine.kv.prefix import PrefixMatch
 from engine.request import Namespace, Request, SamplingParams
-from engine.sched.plan import SampledToken, SampledTokens, StepPlan
+from engine.sched.plan import SampledToken, SampledTokens, ScheduledSequence, StepPlan
 from engine.sched.pressure import PressurePolicy
 from engine.sched.scheduler import Scheduler
 
@@ -114,9 +114,10 @@ class RecordingRunner:
     With a watched pool, blocks that were freed or evicted since the last step hold nothing any more: reading one is an error.
     """
 
-    def __init__(self, block_size: int, pool: WatchedPool | None = None) -> None:
+    def __init__(self, block_size: int, pool: WatchedPool | None = None, window: int | None = None) -> None:
         self.block_size = block_size
         self.pool = pool
+        self.window = window  # what a query sees, and all that a token depends on
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token)
         self.num_computed = 0
         self.num_copies = 0
@@ -137,9 +138,10 @@ class RecordingRunner:
         out: list[SampledToken | None] = []
         for sequence in plan.sequences:
             for position, token in enumerate(sequence.token_ids, sequence.start):
-                self.slots[self._slot(sequence.block_table, position)] = (position, token)
+                self.slots[self._slot(sequence, position)] = (position, token)
                 self.num_computed += 1
-            context = [self._read(sequence.block_table, position) for position in range(sequence.seq_len)]
+            context = [self._read(sequence, position) for position in self.positions_read(sequence)]
+            context = context[-self.window :] if self.window is not None else context
             out.append(SampledToken(next_token(context)) if sequence.sample is not None else None)
         return SampledTokens(tuple(out))
 
@@ -159,16 +161,21 @@ class RecordingRunner:
         for source, target in list(pairs)[: copy.num_tokens]:
             self.slots[target] = self.slots[source]
 
-    def _slot(self, block_table: tuple[int, ...], position: int) -> int:
-        return block_table[position // self.block_size] * self.block_size + position % self.block_size
+    def positions_read(self, sequence: ScheduledSequence) -> range:
+        return range(max(0, sequence.start + 1 - self.window) if self.window is not None else 0, sequence.seq_len)
 
-    def _read(self, block_table: tuple[int, ...], position: int) -> int:
-        stored_position, token = self.slots[self._slot(block_table, position)][:2]
+    def _slot(self, sequence: ScheduledSequence, position: int) -> int:
+        index = position // self.block_size - sequence.first_block
+        assert index >= 0, "a block is asked for that was let go of"
+        return sequence.block_table[index] * self.block_size + position % self.block_size
+
+    def _read(self, sequence: ScheduledSequence, position: int) -> int:
+        stored_position, token = self.slots[self._slot(sequence, position)][:2]
         assert stored_position == position, "a block holds another position than its table says"
         return token
 
     def _check_write_targets(self, plan: StepPlan) -> None:
-        written = [self._slot(s.block_table, position) for s in plan.sequences for position in range(s.start, s.seq_len)]
+        written = [self._slot(s, position) for s in plan.sequences for position in range(s.start, s.seq_len)]
         assert len(set(written)) == len(written), "two sequences write to one slot"
         targets = [copy.target for copy in plan.copies]
         assert len(set(targets)) == len(targets), "two copies go to one block"
@@ -176,14 +183,14 @@ class RecordingRunner:
             assert self.pool.blocks[block_id].node is None, "a published block is written to"
 
 
-def make_core(scheduler: Scheduler) -> tuple[EngineCore, RecordingRunner]:
+def make_core(scheduler: Scheduler, window: int | None = None) -> tuple[EngineCore, RecordingRunner]:
     pool = scheduler.manager._pool
-    runner = RecordingRunner(scheduler.manager.block_size, pool if isinstance(pool, WatchedPool) else None)
+    runner = RecordingRunner(scheduler.manager.block_size, pool if isinstance(pool, WatchedPool) else None, window)
     return EngineCore(scheduler, runner, block_bytes=64, clock=lambda: 0.0), runner
 
 
-def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, window: int | None = None) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens if window is None else tokens[-window:]))
     return tokens[len(prompt) :]

@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.control import CacheControl, Dropped, DropPrefix, NotResident, Pinned, PinPrefix, Refused, ResetCache, Unpin
 from engine.core import EngineCore
 from engine.kv.digest import Digester
+from engine.kv.match import PrefixMatch
 from engine.kv.pins import PinLimits
-from engine.kv.prefix import PrefixMatch
+from engine.kv.retention import Retention
 from engine.kv.tails import TailSlots
 from engine.kv.tier_cache import TierCache
 from engine.kv.tier_drop import DropScope
@@ -47,6 +48,7 @@ STEMS = ((0, 1, 2, 3) * 6, (0, 1, 2, 3, 0, 1, 2, 2, 1, 0, 3, 3) * 2, (3, 3, 2, 1
 PUBLIC = STEMS[0][:6]
 PIN_BLOCKS = 3
 MAX_NUM_SEQS = 4
+WINDOWED_LEN = 80
 
 TAILS = tuple(tail for length in range(4) for tail in product(range(ALPHABET), repeat=length))
 
@@ -67,6 +69,7 @@ class CacheMachine(RuleBasedStateMachine):
     """``reached`` counts what has come about in all examples of a class, so that a test can see that they were worth it."""
 
     reached: ClassVar[Counter[str]]
+    window: ClassVar[int | None] = None
 
     @initialize(
         block_size=st.sampled_from((2, 4)),
@@ -78,14 +81,18 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, block_size: int, num_blocks: int, allow_partial: bool, budget: int, sizes_below: tuple[int, int]) -> None:
         self.now = 0.0
         num_slots, self.max_files = sizes_below
+        retention = Retention(block_size, self.window, budget)
         self.max_len = (num_blocks - PIN_BLOCKS) * block_size
+        if retention.max_blocks <= num_blocks - PIN_BLOCKS:
+            self.max_len = WINDOWED_LEN
         self.ways = Ways(block_size)
         pool = WatchedPool(num_blocks)
-        self.runner = WayRunner(block_size, pool, lambda request_id: self.ways_of(self.requests[request_id]))
+        self.runner = WayRunner(block_size, pool, lambda request_id: self.ways_of(self.requests[request_id]), self.window)
         self.disk = WayDisk(self.runner.host, self.runner.from_disk)
         self.manager = WatchedManager(
             num_blocks,
             block_size,
+            retention=retention,
             pool=pool,
             allow_partial=allow_partial,
             tails=None if allow_partial else TailSlots(MAX_NUM_SEQS),  # as in the quantized formats
@@ -128,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         hit = self.memories.hit(ways)
         self.last_hit = (ways, hit)
         assert match.num_tokens == hit.num_tokens
-        assert len(match.nodes) == hit.num_full_blocks
+        assert len(match.path) == hit.num_full_blocks
         assert (match.num_tier_tokens(Tier.HOST), match.num_tier_tokens(Tier.DISK)) == (hit.host, hit.disk)
         assert len(match.below) == hit.num_below
 
@@ -246,8 +253,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.tokens[event.request_id].append(event.token_id)
         if event.finish_reason is not None:
             request, tokens = self.requests[event.request_id], self.tokens[event.request_id]
-            assert tokens == said(request.prompt_token_ids, len(tokens), request.seed)
+            assert tokens == said(request.prompt_token_ids, len(tokens), request.seed, self.window)
             self.ended.append(event.request_id)
+            self.reached["longer than the cache"] += (
+                request.num_computed_tokens > self.manager.num_blocks * self.manager.block_size
+            )
 
     # The operator
 
@@ -265,13 +275,15 @@ class CacheMachine(RuleBasedStateMachine):
         namespace, tokens, num_public = self.aim(which, length)
         wanted = self.ways.of(namespace, tokens, num_public)[size - 1 :: size]
         full = self.memories.full()
-        num_resident = max(n for n in range(len(wanted) + 1) if n == 0 or wanted[n - 1] in full)
+        num_resident = self.memories.num_full_blocks(self.ways.of(namespace, tokens, num_public), full, len(wanted))
+        num_wanted = len(wanted)
+        wanted = wanted[self.manager.num_behind(num_wanted * size) :]
         pin_id = str(self.num_pins_asked)
         self.num_pins_asked += 1
         result = self.control.apply(PinPrefix(pin_id, namespace, tuple(tokens), num_public, seconds))
         if len(self.pinned.union(wanted)) > PIN_BLOCKS:
             assert isinstance(result, Refused)
-        elif num_resident < len(wanted):
+        elif num_resident < num_wanted:
             assert result == NotResident(num_resident * size)
         else:
             assert isinstance(result, Pinned)
@@ -437,6 +449,28 @@ REACHED = (
     ),
     *("damaged", "gone"),
 )
+
+
+def test_whatever_happens_with_a_window() -> None:
+    """Requests are longer than the cache; whatever is read and not held, or not of its own prefix, is an error of the runner."""
+
+    class Machine(CacheMachine):
+        reached: ClassVar[Counter[str]] = Counter()
+        window: ClassVar[int | None] = 5
+
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Machine,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=20,
+            deadline=None,
+            derandomize=True,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    names = ("longer than the cache", "device", "host", "disk", "in_flight", "partial", "evicted blocks", "pinned", "dropped")
+    assert all(Machine.reached[name] for name in names), Machine.reached
 
 
 def test_whatever_happens_the_cache_is_what_a_plain_model_says() -> None:

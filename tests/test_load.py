@@ -94,14 +94,16 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_sliding_window_limits_the_context_and_is_named(windowed: Path) -> None:
+def test_a_sliding_window_bounds_what_a_request_holds_and_not_its_length(windowed: Path) -> None:
     info = load(windowed).info
-    assert info.max_model_len == 32
-    (note,) = info.notes
-    assert "32 tokens" in note
-    assert "sliding window" in note
-    with pytest.raises(ConfigError, match="33 is more than the 32 tokens that the model's sliding window spans"):
-        load(windowed, max_model_len=33)
+    assert (info.max_model_len, info.sliding_window, info.notes) == (128, 32, ())
+    scheduler = SchedulerConfig(max_num_batched_tokens=16)  # 31 + 16 tokens lie in 13 blocks at most
+    small = load(windowed, memory_bytes=13 * 4 * TOKEN_BYTES, scheduler=scheduler)
+    assert (small.info.num_blocks, small.info.max_model_len) == (13, 128)
+    assert len(run(small, prompt=tuple(range(5, 105)), max_tokens=28)) == 28
+    smaller = load(windowed, memory_bytes=12 * 4 * TOKEN_BYTES, scheduler=scheduler)
+    assert smaller.info.max_model_len == 48
+    assert "from 128 to 48 tokens" in smaller.info.notes[0]
 
 
 def test_a_window_as_long_as_the_context_limits_nothing(windowed: Path, tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_a_window_as_long_as_the_context_limits_nothing(windowed: Path, tmp_path
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     info = load(tmp_path).info
-    assert (info.max_model_len, info.notes) == (128, ())
+    assert (info.max_model_len, info.sliding_window, info.notes) == (128, None, ())
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def plan_decode(items: list[WorkItem], kv_heads: int, group: int, head_dim: int)
     for seq, item in enumerate(items):
         tables[seq, : len(item.block_ids)] = item.block_ids
         length = item.end - item.start
-        starts = range(0, length, cpu_kernels.SPLIT)
+        starts = range(item.first_seen(item.first_position) - item.start, length, cpu_kernels.SPLIT)
         units.extend((seq, start, min(start + cpu_kernels.SPLIT, length)) for start in starts)
         first_unit.append(len(units))
     return DecodePlan(
@@ -68,17 +68,19 @@ def contiguous(q: torch.Tensor) -> NDArray[np.float32]:
 
 
 def split_queries(item: WorkItem, block_size: int) -> Iterator[WorkItem]:
-    """The item as items of at most QUERIES_AT_A_TIME rows: none of them reads keys that lie behind its own last row."""
+    """The item as items of at most QUERIES_AT_A_TIME rows: none of them gathers blocks that none of its rows sees."""
     for first in range(0, item.num_queries, QUERIES_AT_A_TIME):
         num_queries = min(QUERIES_AT_A_TIME, item.num_queries - first)
         first_position = item.first_position + first
         end = min(item.end, first_position + num_queries)
+        first_block = (item.first_seen(first_position) - item.start) // block_size
         yield replace(
             item,
             query_start=item.query_start + first,
             num_queries=num_queries,
             first_position=first_position,
-            block_ids=item.block_ids[: -(-(end - item.start) // block_size)],
+            block_ids=item.block_ids[first_block : -(-(end - item.start) // block_size)],
+            start=item.start + first_block * block_size,
             end=end,
         )
 

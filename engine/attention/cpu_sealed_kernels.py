@@ -172,7 +172,8 @@ def unseal(pool, block_ids, kind, at, out, block_size):
 def decode(
     q, rows, shape, pool, parts, tails, tail_offsets, tail_slots, tail_starts, tables, units, scale, partial, peaks, totals
 ):  # fmt: skip
-    """As ``cpu_kernels.decode``, over sealed blocks; sequence s reads positions from tail_starts[s] on out of tail slot tail_slots[s].
+    """As ``cpu_kernels.decode``, over sealed blocks; sequence s reads its table's tokens from tail_starts[s] on out of tail slot
+    tail_slots[s].
 
     ``parts``: (kind, offsets) of K, per channel, and of V, per token; ``tail_offsets``: the first elements of the layer's K and V in
     a tail slot.

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class WorkItem:
     """Query rows [query_start, query_start + num_queries) read the tokens at positions [start, end) of a run of blocks.
 
-    Row ``i`` of the item stands at position ``first_position + i`` and sees the tokens up to and including its own.
-    ``block_ids[0]`` holds position ``start``. No (query, token) pair is in two items. ``tail_slot``: see ScheduledSequence.
+    Row ``i`` of the item stands at position ``first_position + i`` and sees the tokens up to and including its own: all of them,
+    or the last ``window``. ``block_ids[0]`` begins with position ``start``, a multiple of the block size. No (query, token) pair is
+    in two items. ``tail_slot``: see ScheduledSequence.
     """
 
     query_start: int
@@ -20,6 +21,11 @@ class WorkItem:
     start: int
     end: int
     tail_slot: int | None = None
+    window: int | None = None
+
+    def first_seen(self, position: int) -> int:
+        """The first token that the query at this position sees."""
+        return self.start if self.window is None else max(self.start, position - self.window + 1)
 
     def __post_init__(self) -> None:
         assert self.num_queries > 0

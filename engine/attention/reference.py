@@ -26,10 +26,13 @@ class PreparedItem:
 def prepare_item(item: WorkItem, dtype: torch.dtype, device: torch.device) -> PreparedItem:
     block_ids = torch.tensor(item.block_ids, dtype=torch.long, device=device)
     mask = None
-    if item.num_queries > 1:
-        positions = torch.arange(item.first_position, item.first_position + item.num_queries, device=device)
-        keys = torch.arange(item.start, item.end, device=device)
-        hidden = keys[None, :] > positions[:, None]
+    last_position = item.first_position + item.num_queries - 1
+    if item.num_queries > 1 or item.first_seen(last_position) > item.start:
+        positions = torch.arange(item.first_position, last_position + 1, device=device)[:, None]
+        keys = torch.arange(item.start, item.end, device=device)[None, :]
+        hidden = keys > positions
+        if item.window is not None:
+            hidden |= keys <= positions - item.window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
     return PreparedItem(item, block_ids, mask)
 

@@ -68,8 +68,9 @@ class CacheArguments(NamedTuple):
 class SealedDecodePlan:
     """The decode items of a step. ``plan`` as in the float formats; the rest is int64, one to each sequence.
 
-    ``tail_slots``; ``tail_rows``: where the new row goes, tail slot * block_size + offset; ``tail_starts``: the first position that
-    is read out of the tail. The sequences whose block fills have their slots in ``full_slots`` and their blocks in ``full_ids``.
+    ``tail_slots``; ``tail_rows``: where the new row goes, tail slot * block_size + offset; ``tail_starts``: the first token of
+    the table that is read out of the tail. The sequences whose block fills have their slots in ``full_slots`` and their blocks in
+    ``full_ids``.
     """
 
     plan: DecodePlan
@@ -95,7 +96,7 @@ def plan_sealed_decode(items: list[WorkItem], fmt: KVFormat, group: int) -> Seal
         return None
     size = fmt.block_size
     slots = np.array([item.tail_slot for item in items], np.int64)
-    positions = np.array([item.first_position for item in items], np.int64)
+    positions = np.array([item.first_position - item.start for item in items], np.int64)  # in the item's own blocks
     full = [item for item in items if item.end % size == 0]
     return SealedDecodePlan(
         plan=plan,
@@ -103,7 +104,7 @@ def plan_sealed_decode(items: list[WorkItem], fmt: KVFormat, group: int) -> Seal
         tail_rows=slots * size + positions % size,
         tail_starts=positions - positions % size,
         full_slots=np.array([item.tail_slot for item in full], np.int64),
-        full_ids=np.array([item.block_ids[item.first_position // size] for item in full], np.int64),
+        full_ids=np.array([item.block_ids[(item.first_position - item.start) // size] for item in full], np.int64),
     )
 
 

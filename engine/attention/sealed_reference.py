@@ -5,7 +5,8 @@ A query reads its own block as it was computed and every earlier one as it was s
     keys of an item   | blocks before the last query's, as sealed | rows from the start of the first query's block on, as computed |
     query sees        | those of blocks before its own            | those of its own block, up to its own                          |
 
-The rows of the first query's block that earlier steps computed come out of the sequence's tail slot. Blocks that fill are sealed;
+With a window, of both only what lies in it. The rows of the first query's block that earlier steps computed come out of the
+sequence's tail slot. Blocks that fill are sealed;
 the rows behind them go to the tail slot.
 """
 
@@ -25,7 +26,7 @@ from engine.kv.storage import KVStorage
 @dataclass(frozen=True, slots=True)
 class SealedPiece:
     """Some of an item's queries: rows [first, end) of the item. They read the first ``num_sealed`` tokens as sealed, and the raw
-    rows [raw_start, raw_end), counted from the start of the item's first block.
+    rows [raw_start, raw_end), counted from the start of the block of the item's first query.
     ``mask`` bool [queries, keys]: what each
     query sees; None for all."""
 
@@ -59,8 +60,8 @@ class SealedItem:
 
 def prepare_sealed_item(item: WorkItem, block_size: int, device: torch.device, queries_at_a_time: int) -> SealedItem:
     assert item.tail_slot is not None, "a sequence of a quantized format needs a tail slot"
-    assert item.start == 0
-    first_block, num_opened = divmod(item.first_position, block_size)
+    assert item.start % block_size == 0
+    first_block, num_opened = divmod(item.first_position - item.start, block_size)
     num_full = (num_opened + item.num_queries) // block_size
 
     def ids(start: int, end: int) -> torch.Tensor:
@@ -73,22 +74,25 @@ def prepare_sealed_item(item: WorkItem, block_size: int, device: torch.device, q
         tail_slot=item.tail_slot,
         num_opened=num_opened,
         full_ids=ids(first_block, first_block + num_full),
-        context_ids=ids(0, (item.end - 1) // block_size),
+        context_ids=ids(0, (item.end - 1 - item.start) // block_size),
         pieces=tuple(pieces),
     )
 
 
 def _piece(item: WorkItem, first: int, end: int, block_size: int, device: torch.device) -> SealedPiece:
-    """Positions are of the sequence; raw rows are counted from the start of the item's first block."""
-    first_position, end_position = item.first_position + first, item.first_position + end
+    """Positions are counted from the item's ``start``, raw rows from the start of its first query's block."""
+    opened_at = item.first_position - item.start
+    first_position, end_position = opened_at + first, opened_at + end
     num_sealed = (end_position - 1) // block_size * block_size
     raw_position = first_position // block_size * block_size
-    origin = item.first_position // block_size * block_size
+    origin = opened_at // block_size * block_size
     queries = torch.arange(first_position, end_position)[:, None]
     sealed, raw = torch.arange(num_sealed)[None, :], torch.arange(raw_position, end_position)[None, :]
     sees_sealed = sealed // block_size < queries // block_size
     sees_raw = (raw // block_size == queries // block_size) & (raw <= queries)
     visible = torch.cat((sees_sealed, sees_raw), dim=1)
+    if item.window is not None:
+        visible &= torch.cat((sealed, raw), dim=1) > queries - item.window
     mask = None if visible.all() else visible.to(device)
     return SealedPiece(first, end, num_sealed, raw_position - origin, end_position - origin, mask)
 

@@ -60,7 +60,8 @@ class PrefixNode:
 
     ``digest`` names its content beyond this process; None until somebody asked (see engine.kv.digest).
     A referenced block's ancestors are all referenced, so unreferenced nodes hang together at the bottom of the tree.
-    A pinned block's ancestors are all pinned, too. ``sorted_children`` are the keys of ``children`` in order, None until a
+    A pinned block's ancestors are all pinned, too. (Neither holds in a tree with gaps, where a full node may lack its block, see
+    PrefixTree.) ``sorted_children`` are the keys of ``children`` in order, None until a
     prompt diverges here: most nodes have one child, which is found by its key. ``used_at`` (seconds), ``num_hits`` and ``chain_key``
     (see engine.kv.ghosts) are the history's, not the eviction's.
     """
@@ -85,8 +86,3 @@ class PrefixNode:
         if self.sorted_children is None:
             self.sorted_children = sorted(self.children)
         return self.sorted_children
-
-    @property
-    def is_evictable(self) -> bool:
-        block = self.block
-        return block is not None and not (block.ref_count or block.num_pins or self.children or self.branches)

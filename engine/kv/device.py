@@ -12,7 +12,7 @@ from engine.kv.tier_cache import TierCache
 
 
 class DeviceBlocks:
-    """Keeps pool and tree in step, and tells history and tiers. ``now`` counts admissions and ends: the order of use."""
+    """Keeps pool and tree in step, and tells history and tiers. ``now`` counts admissions, ends and what windows leave: the order of use."""
 
     def __init__(self, pool: BlockPool, tree: PrefixTree, tiers: TierCache, history: CacheHistory) -> None:
         self.num_evicted = 0
@@ -23,7 +23,7 @@ class DeviceBlocks:
         self._history = history
 
     def tick(self) -> None:
-        """A request comes or goes."""
+        """A request comes or goes, or goes on and leaves blocks."""
         self.now += 1
         self._history.tick()
 

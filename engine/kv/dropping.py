@@ -40,19 +40,28 @@ def continuations(node: PrefixNode, rest: Sequence[int], *, with_branches: bool)
     return found + list((node.branches or {}).values()) if with_branches and not rest else found
 
 
-def drop(nodes: Iterable[PrefixNode], forget: Callable[[PrefixNode], None], num_kept: int = 0) -> DropCounts:
+def drop(
+    nodes: Iterable[PrefixNode],
+    forget: Callable[[PrefixNode], None],
+    num_kept: int = 0,
+    *,
+    with_gaps: bool = False,
+    counts: DropCounts | None = None,
+) -> DropCounts:
     """Forget those of the nodes that can go. Leaves must come first; ``forget`` takes the node out of the tree.
 
-    Those of the first ``num_kept`` blocks of their chain are continued by something that is not in the tree.
+    Those of the first ``num_kept`` blocks of their chain are continued by something that is not in the tree. ``with_gaps``: what
+    is continued may go too. The counts are added to ``counts``.
     """
-    counts = DropCounts()
+    counts = counts if counts is not None else DropCounts()
     for node in nodes:
-        assert node.block is not None
+        if node.block is None:
+            continue  # it was evicted from above others
         if node.block.ref_count > 0:
             counts.num_referenced += 1
         elif node.block.num_pins > 0:
             counts.num_pinned += 1
-        elif node.children or node.branches or node.depth <= num_kept:
+        elif not with_gaps and (node.children or node.branches or node.depth <= num_kept):
             counts.num_continued += 1
         else:
             forget(node)

@@ -79,15 +79,25 @@ class GhostIndex:
         return any(own != key[0] for own in holders) if isinstance(holders, list) else holders not in (None, key[0])
 
     def key_of(self, node: PrefixNode) -> ChainKey:
-        """Of a resident full node, a branch or a root."""
-        if node.chain_key is None:
-            assert node.namespace is not None
-            above = node.parent
-            node.chain_key = root_key(node.namespace) if above is None else branch_key(self.key_of(above), node.namespace)
-        return node.chain_key
+        """Of a full node, a branch or a root. Not recursive: it may be thousands of nodes deep."""
+        unknown: list[PrefixNode] = []
+        above: PrefixNode | None = node
+        while above is not None and above.chain_key is None:
+            unknown.append(above)
+            above = above.parent
+        key = above.chain_key if above is not None else None
+        for each in reversed(unknown):
+            if key is None:
+                assert each.namespace is not None
+                key = root_key(each.namespace)
+            else:
+                key = branch_key(key, each.namespace) if each.namespace is not None else child_key(key, each.tokens)
+            each.chain_key = key
+        assert key is not None
+        return key
 
     def check_integrity(self, nodes: Sequence[PrefixNode]) -> None:
-        """``nodes`` are all full nodes of the tree."""
+        """``nodes`` are all full nodes of the tree that have a block."""
         keys = Counter(node.chain_key for node in nodes)
         held = ((shared, own if isinstance(own, list) else [own]) for shared, own in self._holders.items())
         assert keys == Counter((own, shared) for shared, owns in held for own in owns), (

@@ -89,7 +89,7 @@ class CacheHistory:
         return tuple(idles.items())
 
     def label(self, prompt: Sequence[int], found: FoundTokens, nodes: Sequence[PrefixNode], chain: Chain) -> PromptSources:
-        """Each token of a prompt under one label. ``nodes`` are the resident full blocks that it starts with.
+        """Each token of a prompt under one label. ``nodes`` are the full blocks that it starts with and that it found on the device.
 
         All that follow are looked up alike: how long it takes says nothing about what others have.
         """

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from engine.kv.block import Block, BlockCopy
 from engine.kv.device import DeviceBlocks
-from engine.kv.prefix import PartialMatch, PrefixMatch, PrefixTree
+from engine.kv.match import PartialMatch, PrefixMatch
+from engine.kv.prefix import PrefixTree
 from engine.kv.table import BlockTable
 from engine.kv.tier_cache import TierCache
 from engine.kv.tiers import TierHit
@@ -36,25 +37,32 @@ class Opener:
         table = BlockTable(
             namespace=namespace,
             num_public_blocks=match.num_public_blocks,
-            tip=self._tree.tip(namespace, match.nodes, match.num_public_blocks),
+            tip=self._tree.tip(namespace, match.path, match.num_public_blocks),
             blocks=blocks,
             block_ids=[block.block_id for block in blocks],
-            num_committed=len(blocks),
+            num_committed=len(match.path),
             num_tokens=match.num_tokens,
+            num_released=match.num_behind,
         )
         self._tree.hang(table.tip, table.open)
-        self._load(table, match.ready)
+        num_passed = max(0, match.num_behind - len(match.path))
+        self._load(table, match.ready[:num_passed], match.ready[num_passed:])
         if match.partial is not None:
             table.append(self._part(match.partial))
             table.note_open(match.partial.tokens)
         return table
 
-    def _load(self, table: BlockTable, hits: Sequence[TierHit]) -> None:
-        """Let the table go on with blocks from the tiers. They are in the tree at once: their bytes come before the step computes."""
+    def _load(self, table: BlockTable, passed: Sequence[TierHit], hits: Sequence[TierHit]) -> None:
+        """Let the table go on with blocks from the tiers. They are in the tree at once: their bytes come before the step computes.
+
+        Those ``passed`` lie behind the request's window: their bytes stay where they are.
+        """
         entries = self._tiers.reserve(hits)
+        blocks = [self._device.take() for _ in hits]  # before the tip moves: what hangs below it may be evicted for them
         tip = table.tip
-        for hit, entry in zip(hits, entries, strict=True):
-            block = self._device.take()
+        for hit in passed:
+            tip = table.advance(self._tree.pave(tip, hit.tokens), self._tree)
+        for hit, entry, block in zip(hits, entries, blocks, strict=True):
             self._tiers.load(entry, block.block_id)
             table.append(block)
             node = self._device.publish(tip, hit.tokens, block)

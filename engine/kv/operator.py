@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from engine.kv.block import PrefixNode
 from engine.kv.dropping import DropCounts, continuations, descendants, drop
 from engine.kv.history import CacheHistory
+from engine.kv.match import PrefixMatch
 from engine.kv.pins import Pins
 from engine.kv.pool import BlockPool
 from engine.kv.prefix import PrefixTree
@@ -38,10 +39,10 @@ class CacheOperator:
         self._tiers = tiers
         self._history = history
 
-    def resident_nodes(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int) -> tuple[PrefixNode, ...]:
-        """The full blocks of these tokens that are on the device, from the start to the first gap."""
+    def match(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int) -> PrefixMatch:
+        """What a prompt that goes on behind these tokens would find of them on the device."""
         num_public_blocks = self._tree.num_public_blocks(namespace, num_public_tokens)
-        return self._tree.match(namespace, (*token_ids, 0), num_public_blocks).nodes  # a match leaves out the last token
+        return self._tree.match(namespace, (*token_ids, 0), num_public_blocks)  # a match leaves out the last token
 
     def drop(self, namespace: Namespace, token_ids: Sequence[int], num_public_tokens: int) -> DropResult:
         """Forget what continues these tokens, and of their own blocks those that nothing else continues, on any tier.
@@ -51,19 +52,21 @@ class CacheOperator:
         """
         self._history.tick()
         size, num_public = self._tree.block_size, self._tree.num_public_blocks(namespace, num_public_tokens)
-        nodes = self.resident_nodes(namespace, token_ids, num_public_tokens)
+        nodes = self._tree.path(namespace, token_ids, num_public)
         own, below = nodes[num_public:], self._below(namespace, token_ids, nodes, num_public)
         known = [self._tiers.digest(node) for node in below if len(node.tokens) == size]
         scope = self._tiers.scope(namespace, token_ids, num_public, size)
         num_kept = self._tiers.num_continued(scope, known)
-        device = drop((*below, *reversed(own)), self._forget, num_public + num_kept if num_kept else 0)
+        num_continued = num_public + num_kept if num_kept else 0
+        counts = drop(below, self._forget, num_continued, with_gaps=self._tree.has_gaps)
+        device = drop(reversed(own), self._forget, num_continued, counts=counts)
         stayed = [number for number, node in enumerate(own, 1) if node.block is not None and node.block.is_reclaimable]
         return DropResult(device, self._tiers.drop(scope, max([num_kept, *stayed[-1:]]), known))
 
     def _below(
         self, namespace: Namespace, token_ids: Sequence[int], nodes: Sequence[PrefixNode], num_public_blocks: int
     ) -> list[PrefixNode]:
-        """What continues the tokens on the device, leaves first; ``nodes`` are the full blocks of theirs that are there."""
+        """What continues the tokens on the device, leaves first; ``nodes`` are the full blocks of theirs that are known there."""
         size = self._tree.block_size
         position = self._tree.position(namespace, nodes, num_public_blocks)
         if position is None or len(nodes) < len(token_ids) // size:
@@ -73,11 +76,13 @@ class CacheOperator:
     def reset(self) -> DropResult:
         """Forget all that is neither in use nor pinned, and all that the tiers below hold of this model."""
         self._history.tick()
-        return DropResult(drop(descendants(self._tree.roots()), self._forget), self._tiers.reset())
+        return DropResult(
+            drop(descendants(self._tree.roots()), self._forget, with_gaps=self._tree.has_gaps), self._tiers.reset()
+        )
 
     def survey(self, num_prefixes: int, num_token_ids: int) -> Survey:
         """See ``Survey``; at most ``num_prefixes`` in each ranking, with the first ``num_token_ids`` tokens of each."""
-        tops = [node for node in self._tree.all_nodes() if node.block is None]
+        tops = [node for node in self._tree.all_nodes() if node.namespace is not None]
         return survey(tops, num_prefixes, num_token_ids)
 
     def _forget(self, node: PrefixNode) -> None:

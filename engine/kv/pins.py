@@ -37,7 +37,10 @@ class PinLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pin:
-    """A chain of full blocks from the root. ``expires_at`` is on the clock of its ``Pins``, in seconds."""
+    """A chain of full blocks: from the root or, in a windowed cache, those that a token behind them reads.
+
+    ``expires_at`` is on the clock of its ``Pins``, in seconds.
+    """
 
     pin_id: str
     nodes: tuple[PrefixNode, ...]

@@ -4,85 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 from engine.kv.block import Block, OpenBlock, PrefixNode, Tokens
 from engine.kv.eviction import EvictionPolicy
-from engine.kv.tiers import Tier, TierHit
+from engine.kv.match import PartialMatch, PrefixMatch
+from engine.kv.retention import Retention
 from engine.request import Namespace
-
-
-@dataclass(frozen=True, slots=True)
-class PartialMatch:
-    """A block that starts with ``tokens``, the prompt's next ones; what else it holds differs, or is not wanted."""
-
-    source: Block
-    tokens: Tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def can_be_taken_over(self) -> bool:
-        """The prompt goes on where the block ends, and nobody writes to it: it needs no copy, its new owner fills it further."""
-        node = self.source.node
-        return node is not None and len(node.tokens) == len(self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """The longest run of resident tokens that a prompt starts with. A finding only: nothing is held by it.
-
-    ``nodes`` are full blocks, shared as they are; ``partial`` follows on them, to be copied from. The first
-    ``num_public_blocks`` blocks of the request belong to the public tree, resident or not. ``below`` are the blocks that follow
-    on ``nodes`` in the tiers: the leading ready ones are counted as resident and stand before any partial.
-    """
-
-    nodes: tuple[PrefixNode, ...]
-    num_tokens: int
-    partial: PartialMatch | None = None
-    num_public_blocks: int = 0
-    below: tuple[TierHit, ...] = ()
-
-    @property
-    def ready(self) -> tuple[TierHit, ...]:
-        """The blocks that a step can load at once."""
-        return tuple(takewhile(lambda hit: hit.is_ready, self.below))
-
-    def num_tier_tokens(self, tier: Tier) -> int:
-        """Tokens of the ready blocks that this tier is to be thanked for."""
-        return sum(len(hit.tokens) for hit in self.ready if hit.tier is tier)
-
-    def continued(self, below: tuple[TierHit, ...]) -> PrefixMatch:
-        match = replace(self, below=below)
-        ready = match.ready
-        if not ready:
-            return match
-        match = match.without_partial()
-        return replace(match, num_tokens=match.num_tokens + sum(len(hit.tokens) for hit in ready))
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        return tuple(node.block for node in self.nodes if node.block is not None)
-
-    @property
-    def num_revived_blocks(self) -> int:
-        """How many cached blocks cannot be had any more once the match is taken, beside those that the request is to fill."""
-        num_revived = sum(block.is_reclaimable for block in self.blocks)
-        is_source = self.partial is not None and self.partial.source.is_reclaimable and not self.partial.can_be_taken_over
-        return num_revived + is_source
-
-    @property
-    def found_nodes(self) -> tuple[PrefixNode, ...]:
-        """All nodes that the match uses, be it in part; an open block has none."""
-        last = self.partial.source.node if self.partial is not None else None
-        return self.nodes if last is None else (*self.nodes, last)
-
-    def without_partial(self) -> PrefixMatch:
-        num_partial = self.partial.num_tokens if self.partial is not None else 0
-        return replace(self, num_tokens=self.num_tokens - num_partial, partial=None)
 
 
 def public_namespace(namespace: Namespace) -> Namespace:
@@ -91,13 +19,22 @@ def public_namespace(namespace: Namespace) -> Namespace:
 
 
 class PrefixTree:
-    """One root for each namespace. Writes nodes and their blocks' ``node``; reference counts are the pool's."""
+    """One root for each namespace. Writes nodes and their blocks' ``node``; reference counts are the pool's.
 
-    def __init__(self, block_size: int, policy: EvictionPolicy, *, allow_partial: bool) -> None:
-        self.block_size = block_size
+    Where the ``retention`` has gaps, any block may be evicted; its node stays, without a block, as long as something is below it.
+    Elsewhere only leaves may, and every full node has its block.
+    """
+
+    def __init__(self, retention: Retention, policy: EvictionPolicy, *, allow_partial: bool) -> None:
+        self.block_size = retention.block_size
         self.allow_partial = allow_partial
+        self._retention = retention
         self._policy = policy
         self._roots: dict[Namespace, PrefixNode] = {}
+
+    @property
+    def has_gaps(self) -> bool:
+        return self._retention.has_gaps
 
     def num_public_blocks(self, namespace: Namespace, num_public_tokens: int) -> int:
         """How many blocks of a prompt that begins with so many public tokens are public; for those without a salt, all are."""
@@ -106,23 +43,26 @@ class PrefixTree:
     def match(self, namespace: Namespace, token_ids: Sequence[int], num_public_blocks: int = 0) -> PrefixMatch:
         """Follow the tokens down. At least one token is left to compute: a full hit would give no logits."""
         limit = len(token_ids) - 1
-        nodes: list[PrefixNode] = []
-        node = self._roots.get(public_namespace(namespace) if num_public_blocks else namespace)
-        if num_public_blocks:
-            node = self._descend(node, token_ids, min(limit, num_public_blocks * self.block_size), nodes)
-            if len(nodes) == num_public_blocks:
-                node = (nodes[-1].branches or {}).get(namespace)
-        if len(nodes) == num_public_blocks:
-            node = self._descend(node, token_ids, limit, nodes)
-        num_tokens = len(nodes) * self.block_size
+        path = self.path(namespace, token_ids[:limit], num_public_blocks)
+        path = path[: self._retention.num_usable(path)]
+        node, num_tokens = self.position(namespace, path, num_public_blocks), len(path) * self.block_size
         partial = self._match_partial(node, token_ids[num_tokens : min(limit, num_tokens + self.block_size)])
         num_partial = partial.num_tokens if partial is not None else 0
-        return PrefixMatch(tuple(nodes), num_tokens + num_partial, partial, num_public_blocks)
+        num_behind = self._retention.num_behind(num_tokens)
+        return PrefixMatch(tuple(path), num_tokens + num_partial, partial, num_public_blocks, num_behind=num_behind)
 
-    def _descend(
-        self, node: PrefixNode | None, token_ids: Sequence[int], limit: int, nodes: list[PrefixNode]
-    ) -> PrefixNode | None:
-        """Append the full nodes that hold the tokens from len(nodes) blocks on to ``limit``; returns the last one reached."""
+    def path(self, namespace: Namespace, token_ids: Sequence[int], num_public_blocks: int) -> list[PrefixNode]:
+        """The full nodes that these tokens lead along, those without a block too."""
+        nodes: list[PrefixNode] = []
+        if num_public_blocks:
+            top = self._roots.get(public_namespace(namespace))
+            self._descend(top, token_ids, min(len(token_ids), num_public_blocks * self.block_size), nodes)
+        if len(nodes) == num_public_blocks:
+            self._descend(self.position(namespace, nodes, num_public_blocks), token_ids, len(token_ids), nodes)
+        return nodes
+
+    def _descend(self, node: PrefixNode | None, token_ids: Sequence[int], limit: int, nodes: list[PrefixNode]) -> None:
+        """Append the full nodes below ``node`` that hold the tokens from len(nodes) blocks on to ``limit``."""
         size = self.block_size
         for start in range(len(nodes) * size, limit - size + 1, size):
             child = node.children.get(tuple(token_ids[start : start + size])) if node is not None else None
@@ -130,7 +70,6 @@ class PrefixTree:
                 break
             nodes.append(child)
             node = child
-        return node
 
     def _match_partial(self, node: PrefixNode | None, wanted: Sequence[int]) -> PartialMatch | None:
         """The block below the node, published or open, that has the longest common prefix with ``wanted``."""
@@ -140,8 +79,8 @@ class PrefixTree:
         source, longest = None, 0
         ordered = node.in_order()
         position = bisect_left(ordered, tokens)
-        for key in ordered[max(0, position - 1) : position + 1]:
-            if (length := _common_len(key, tokens)) > longest:
+        for key in (_resident(node, range(position - 1, -1, -1)), _resident(node, range(position, len(ordered)))):
+            if key is not None and (length := _common_len(key, tokens)) > longest:
                 source, longest = node.children[key].block, length
         for other in node.open_blocks:
             if (length := _common_len(other.tokens, tokens)) > longest:
@@ -164,9 +103,16 @@ class PrefixTree:
         if node.branches is None:
             node.branches = {}
         if namespace not in node.branches:
-            self._policy.discard(node)
             node.branches[namespace] = PrefixNode((), node, None, node.depth, namespace=namespace)
+            self._protect_inner(node)
         return node.branches[namespace]
+
+    def pave(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode:
+        """The full node of these tokens below ``parent``, without a block if it is new. Hang something below it, or it stays."""
+        assert self._retention.has_gaps
+        if tokens not in parent.children:
+            self._link(parent, tokens, None)
+        return parent.children[tokens]
 
     def hang(self, node: PrefixNode, open_block: OpenBlock) -> None:
         """Let the open block be found below the node, and keep the node."""
@@ -184,62 +130,77 @@ class PrefixTree:
         """
         children = parent.children
         if children and (known := children.get(tokens)) is not None:
+            if known.block is None:
+                known.block, block.node = block, known
             return known
         assert block.node is None, f"block {block.block_id} is published already"
-        if parent.block is not None and parent.block.ref_count == 0:
-            self._policy.discard(parent)
-        node = children[tokens] = PrefixNode(tokens, parent, block, parent.depth + 1)
+        node = block.node = self._link(parent, tokens, block)
+        return node
+
+    def _link(self, parent: PrefixNode, tokens: Tokens, block: Block | None) -> PrefixNode:
+        node = parent.children[tokens] = PrefixNode(tokens, parent, block, parent.depth + 1)
         if parent.sorted_children is not None:
             insort(parent.sorted_children, tokens)
-        block.node = node
+        self._protect_inner(parent)
         return node
+
+    def _protect_inner(self, node: PrefixNode) -> None:
+        """Something hangs below the node now: without gaps it cannot be evicted before that."""
+        if node.block is not None and node.block.ref_count == 0 and not self.is_evictable(node):
+            self._policy.discard(node)
+
+    def is_evictable(self, node: PrefixNode) -> bool:
+        block = node.block
+        if block is None or block.ref_count or block.num_pins:
+            return False
+        return self._retention.has_gaps or not (node.children or node.branches)
 
     def superseded(self, parent: PrefixNode, tokens: Tokens) -> PrefixNode | None:
         """The partial child that a sibling with these tokens would make useless. One at most: none is a prefix of another."""
-        ordered = parent.in_order()
-        position = bisect_left(ordered, tokens)
-        key = ordered[position - 1] if position else ()
-        return parent.children[key] if key and key == tokens[: len(key)] else None
+        key = _resident(parent, range(bisect_left(parent.in_order(), tokens) - 1, -1, -1))
+        return parent.children[key] if key is not None and key == tokens[: len(key)] else None
 
     def covers(self, parent: PrefixNode, tokens: Tokens) -> bool:
         """Whether some block below the parent, published or open, holds these tokens and perhaps more."""
         ordered = parent.in_order()
-        position = bisect_left(ordered, tokens)
-        following = ordered[position : position + 1]
-        candidates = (*following, *(other.tokens for other in parent.open_blocks))
+        following = _resident(parent, range(bisect_left(ordered, tokens), len(ordered)))
+        candidates = (following or (), *(other.tokens for other in parent.open_blocks))
         return any(candidate[: len(tokens)] == tokens for candidate in candidates)
 
     def remove(self, node: PrefixNode) -> Block:
-        """Forget a node without children and return its block, which nobody can find now."""
-        block, parent = node.block, node.parent
+        """Forget a node's block and return it: nobody can find it now. The node goes too, unless something is below it."""
+        block = node.block
         assert block is not None
-        assert parent is not None
-        assert not node.children
-        assert not node.branches
+        assert self._retention.has_gaps or not (node.children or node.branches)
         self._policy.discard(node)
-        del parent.children[node.tokens]
-        if parent.sorted_children is not None:
-            del parent.sorted_children[bisect_left(parent.sorted_children, node.tokens)]
         block.node = None
         node.block = None
-        self._settle(parent)
+        self._settle(node)
         return block
 
     def _settle(self, node: PrefixNode) -> None:
-        """Something below the node has gone: it may be evictable now or, without a block of its own, not needed any more."""
-        if node.block is not None:
-            if node.is_evictable:
-                self._policy.add(node)
+        """Something below the node, or its block, has gone: it may be evictable now or, without a block, not needed any more."""
+        while node.block is None:
+            if node.children or node.open_blocks or node.branches:
+                return
+            parent = node.parent
+            if parent is None:
+                assert node.namespace is not None
+                del self._roots[node.namespace]
+                return
+            self._unlink(node, parent)
+            node = parent
+        if self.is_evictable(node):
+            self._policy.add(node)
+
+    def _unlink(self, node: PrefixNode, parent: PrefixNode) -> None:
+        if node.namespace is not None:
+            assert parent.branches is not None
+            del parent.branches[node.namespace]
             return
-        if node.children or node.open_blocks:
-            return
-        assert node.namespace is not None
-        if node.parent is None:
-            del self._roots[node.namespace]
-        else:
-            assert node.parent.branches is not None
-            del node.parent.branches[node.namespace]
-            self._settle(node.parent)
+        del parent.children[node.tokens]
+        if parent.sorted_children is not None:
+            del parent.sorted_children[bisect_left(parent.sorted_children, node.tokens)]
 
     def touch(self, node: PrefixNode, now: int) -> None:
         """The node is in use: protect it from eviction."""
@@ -249,7 +210,7 @@ class PrefixTree:
     def offer(self, node: PrefixNode, now: int) -> None:
         """The node's last reference is gone: it may be evicted once it is a leaf."""
         node.last_used = now
-        if not node.children and node.is_evictable:  # most have children: asked first, it is cheap
+        if self.is_evictable(node):
             self._policy.add(node)
 
     def pop_victim(self) -> PrefixNode | None:
@@ -262,7 +223,7 @@ class PrefixTree:
 
     def unprotect(self, node: PrefixNode) -> None:
         """The node was unpinned: as old as it was before, it may be evicted again."""
-        if node.is_evictable:
+        if self.is_evictable(node):
             self._policy.add(node)
 
     def position(self, namespace: Namespace, nodes: Sequence[PrefixNode], num_public_blocks: int) -> PrefixNode | None:
@@ -292,12 +253,12 @@ class PrefixTree:
         nodes = list(self.all_nodes())
         for node in nodes:
             assert node.sorted_children is None or node.sorted_children == sorted(node.children)
-            for key, following in pairwise(sorted(node.children)):
+            for key, following in pairwise(sorted(key for key, child in node.children.items() if child.block is not None)):
                 assert following[: len(key)] != key, "a partial node was kept beside one that holds its tokens and more"
-            if node.block is None:
+            if node.namespace is not None:
                 self._check_top(node)
             else:
-                self._check_node(node, node.block)
+                self._check_node(node)
         assert len(self._policy) <= len(nodes)
         return nodes
 
@@ -305,39 +266,52 @@ class PrefixTree:
         assert node.children or node.open_blocks, "a namespace without blocks was kept"
         assert node.namespace is not None
         assert not node.tokens
+        assert node.block is None
         assert not node.branches, "a branch stands below a block"
         siblings = self._roots if node.parent is None else node.parent.branches
         assert siblings is not None
         assert siblings[node.namespace] is node
         if node.parent is not None:
-            assert node.parent.block is not None
+            assert node.parent.namespace is None
             assert node.depth == node.parent.depth
 
-    def _check_node(self, node: PrefixNode, block: Block) -> None:
-        parent = node.parent
+    def _check_node(self, node: PrefixNode) -> None:
+        parent, block = node.parent, node.block
         assert parent is not None
-        assert block.node is node, f"block {block.block_id} does not point back to its node"
         assert parent.children.get(node.tokens) is node
         assert node.depth == parent.depth + 1
-        assert node.namespace is None
         if len(node.tokens) != self.block_size:
             assert self.allow_partial
             assert 0 < len(node.tokens) < self.block_size
+            assert block is not None
             assert not node.children
             assert not node.open_blocks
             assert not node.branches
-        above = parent if parent.block is not None else parent.parent
-        if block.ref_count > 0 and above is not None:
-            assert above.block is not None
-            assert above.block.ref_count > 0, "a referenced block hangs below an unreferenced one"
-        if node.children or node.branches:
-            assert node not in self._policy, f"block {block.block_id} may be evicted from above others"
+        assert self.is_evictable(node) == (node in self._policy), f"{node}: evictable and policy disagree"
+        if block is None:
+            assert self._retention.has_gaps, "a full node without a block"
+            assert node.children or node.open_blocks or node.branches, "a node without a block was kept for nothing"
+            return
+        assert block.node is node, f"block {block.block_id} does not point back to its node"
         if block.num_pins > 0:
             assert len(node.tokens) == self.block_size
-            assert above is None or above.block is None or above.block.num_pins > 0, (
-                "a pinned block hangs below one that is not"
-            )
-        assert node.is_evictable == (node in self._policy), f"block {block.block_id}: evictable and policy disagree"
+        if not self._retention.has_gaps:
+            self._check_chain(node, block, parent if parent.namespace is None else parent.parent)
+
+    def _check_chain(self, node: PrefixNode, block: Block, above: PrefixNode | None) -> None:
+        if node.children or node.branches:
+            assert node not in self._policy, f"block {block.block_id} may be evicted from above others"
+        if above is None:
+            return
+        assert above.block is not None
+        assert not block.ref_count or above.block.ref_count > 0, "a referenced block hangs below an unreferenced one"
+        assert not block.num_pins or above.block.num_pins > 0, "a pinned block hangs below one that is not"
+
+
+def _resident(parent: PrefixNode, places: range) -> Tokens | None:
+    """Of the children's ordered keys at these places, the first that has a block."""
+    keys = parent.in_order()
+    return next((keys[place] for place in places if parent.children[keys[place]].block is not None), None)
 
 
 def _common_len(a: Tokens, b: Tokens) -> int:

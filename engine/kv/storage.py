@@ -53,6 +53,15 @@ class KVStorage:
         tiles = self.elements.view(self.num_blocks, 2 * fmt.num_layers * fmt.num_kv_heads, fmt.block_size, fmt.head_dim)
         tiles[copy.target, :, : copy.num_tokens] = tiles[copy.source, :, : copy.num_tokens]
 
+    def turn_keys(self, block_ids: tuple[int, ...], cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate the keys of the blocks, all layers, in a float format, by the angles of ``cos`` and ``sin`` [head_dim / 2]."""
+        assert not self.format.is_quantized, "sealed keys cannot be turned"
+        ids = torch.tensor(block_ids, dtype=torch.long, device=self.bytes.device)
+        for layer in range(self.format.num_layers):
+            tiles = self.k(layer)
+            first, second = tiles[ids].float().chunk(2, dim=-1)
+            tiles[ids] = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(tiles.dtype)
+
     def _tiles(self, offset: int) -> torch.Tensor:
         fmt = self.format
         flat = self.elements[:, offset : offset + fmt.tile_elements]

@@ -59,7 +59,7 @@ class _Run:
 
 
 def survey(tops: Iterable[PrefixNode], num_prefixes: int, num_token_ids: int) -> Survey:
-    """``tops`` are the nodes without a block: roots and branches. Each ranking has at most ``num_prefixes`` entries."""
+    """``tops`` are roots and branches. Blocks that were evicted from above others (see PrefixTree) are not counted, and end a run. Each ranking has at most ``num_prefixes`` entries."""
     by_top = [(top, list(nodes_below(top))) for top in tops]
     runs = [run for top, nodes in by_top for run in _runs(top, nodes)]
     heaviest = nlargest(num_prefixes, runs, key=lambda run: (len(run.nodes), run.num_hits))
@@ -84,7 +84,7 @@ def _namespaces(by_top: list[tuple[PrefixNode, list[PrefixNode]]]) -> tuple[Name
     grouped: dict[Namespace, list[PrefixNode]] = {}
     for top, nodes in by_top:
         assert top.namespace is not None
-        grouped.setdefault(top.namespace, []).extend(nodes)
+        grouped.setdefault(top.namespace, []).extend(node for node in nodes if node.block is not None)
     views = [
         NamespaceView(namespace, len(nodes), sum(len(node.tokens) for node in nodes), num_referenced(nodes), num_pinned(nodes))
         for namespace, nodes in grouped.items()
@@ -100,6 +100,8 @@ def _runs(top: PrefixNode, nodes: list[PrefixNode]) -> list[_Run]:
     for node in nodes:
         parent = node.parent
         assert parent is not None
+        if node.block is None:
+            continue
         run = run_of.get(parent)
         if run is None or len(parent.children) > 1 or parent.branches or run.num_hits != node.num_hits:
             run = _Run(top.namespace, node.num_hits)
@@ -116,7 +118,7 @@ def _num_below(nodes: list[PrefixNode]) -> Counter[PrefixNode]:
     below: Counter[PrefixNode] = Counter()
     for node in reversed(nodes):
         assert node.parent is not None
-        below[node.parent] += 1 + below[node]
+        below[node.parent] += (node.block is not None) + below[node]
     return below
 
 

@@ -149,6 +149,8 @@ class RopeTable:
         rows = [_rows(each) for each in classes]
         self.cos = torch.cat([cos for cos, _ in rows]).to(device)
         self.sin = torch.cat([sin for _, sin in rows]).to(device)
+        self._device = device
+        self._classes = tuple(classes)
         self._lengths = [each.max_len for each in classes]
         self._starts = [sum(self._lengths[:i]) for i in range(len(classes))]
 
@@ -156,6 +158,14 @@ class RopeTable:
         length = self._lengths[rope_class]
         assert position < length, f"position {position} is past the {length} rows of RoPE class {rope_class}"
         return self._starts[rope_class] + position
+
+    def turn(self, rope_class: int, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [head_dim / 2], of turning a rotated key by ``distance`` positions, forwards or back; its size stays."""
+        each = self._classes[rope_class]
+        inv_freq, _ = rope_frequencies(each.rope, each.length)
+        angles = torch.zeros(each.rope.head_dim // 2, dtype=torch.float64)
+        angles[: len(inv_freq)] = inv_freq.double() * distance
+        return angles.cos().float().to(self._device), angles.sin().float().to(self._device)
 
 
 def _rows(rope_class: RopeClass) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,10 @@ class ForwardBatch:
     sampling_sequences: tuple[int, ...]
 
 
-def build_batch(plan: StepPlan, rope: RopeTable, block_size: int, device: torch.device) -> ForwardBatch:
+def build_batch(
+    plan: StepPlan, rope: RopeTable, block_size: int, device: torch.device, window: int | None = None
+) -> ForwardBatch:
+    """``window``: how many tokens a query sees, its own included; None is all."""
     token_ids: list[int] = []
     rope_rows: list[int] = []
     slots: list[int] = []
@@ -37,11 +40,12 @@ def build_batch(plan: StepPlan, rope: RopeTable, block_size: int, device: torch.
     specs: list[SampleSpec] = []
     sampling: list[int] = []
     for index, sequence in enumerate(plan.sequences):
-        items.append(_work_item(sequence, len(token_ids)))
+        items.append(_work_item(sequence, len(token_ids), block_size, window))
         positions = range(sequence.start, sequence.seq_len)
         token_ids.extend(sequence.token_ids)
         rope_rows.extend(rope.row(sequence.rope_class, position) for position in positions)
-        slots.extend(sequence.block_table[p // block_size] * block_size + p % block_size for p in positions)
+        table, first = sequence.block_table, sequence.first_block
+        slots.extend(table[p // block_size - first] * block_size + p % block_size for p in positions)
         if sequence.sample is not None:
             sample_rows.append(len(token_ids) - 1)
             specs.append(sequence.sample)
@@ -58,13 +62,14 @@ def build_batch(plan: StepPlan, rope: RopeTable, block_size: int, device: torch.
     )
 
 
-def _work_item(sequence: ScheduledSequence, first_row: int) -> WorkItem:
+def _work_item(sequence: ScheduledSequence, first_row: int, block_size: int, window: int | None) -> WorkItem:
     return WorkItem(
         query_start=first_row,
         num_queries=len(sequence.token_ids),
         first_position=sequence.start,
         block_ids=sequence.block_table,
-        start=0,
+        start=sequence.first_block * block_size,
         end=sequence.seq_len,
         tail_slot=sequence.tail_slot,
+        window=window,
     )

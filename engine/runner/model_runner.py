@@ -14,10 +14,16 @@ from engine.sched.plan import SampledToken, SampledTokens, StepPlan
 
 
 class ModelRunner:
-    """The model over the paged cache; see ``Runner``."""
+    """The model over the paged cache; see ``Runner``. ``window``: how many tokens a query sees; None is all."""
 
     def __init__(
-        self, model: Model, rope: RopeTable, attention: AttentionBackend, host: HostBuffer, device: torch.device
+        self,
+        model: Model,
+        rope: RopeTable,
+        attention: AttentionBackend,
+        host: HostBuffer,
+        device: torch.device,
+        window: int | None = None,
     ) -> None:
         self._model = model
         self._rope = rope
@@ -25,6 +31,7 @@ class ModelRunner:
         self._host = host
         self._storage = host.storage
         self._device = device
+        self._window = window
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> SampledTokens:
@@ -52,6 +59,8 @@ class ModelRunner:
         self._host.move(plan.stores, plan.loads)
         for copy in plan.copies:
             self._storage.copy(copy)
-        batch = build_batch(plan, self._rope, self._storage.format.block_size, self._device)
+        for turn in plan.turns:
+            self._storage.turn_keys(turn.block_ids, *self._rope.turn(turn.rope_class, -turn.distance))
+        batch = build_batch(plan, self._rope, self._storage.format.block_size, self._device, self._window)
         self._attention.plan(batch.work)
         return batch

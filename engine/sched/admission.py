@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 
 from engine.kv.manager import KVCacheManager
-from engine.kv.prefix import PrefixMatch
+from engine.kv.match import PrefixMatch
 from engine.request import Request
 from engine.sched.lengths import HORIZON, FloatArray, OutputLengths
-from engine.sched.victim import is_protected, num_own_blocks
+from engine.sched.victim import is_protected
 
 MARGIN = 1.3
 """Standard deviations of the blocks in demand that are kept beside their mean. More: fewer preemptions, fewer running.
@@ -61,7 +61,7 @@ class KnownTokens:
 class _KnownTokensGate:
     def __init__(self, running: Collection[Request], manager: KVCacheManager) -> None:
         self._manager = manager
-        missing = sum(manager.num_missing_blocks(request.request_id, request.num_tokens + 1) for request in running)
+        missing = sum(manager.num_growth_blocks(request.request_id, request.num_tokens + 1) for request in running)
         self._room = manager.num_available_blocks - missing
 
     def fits(self, request: Request, match: PrefixMatch) -> bool:
@@ -129,31 +129,37 @@ class _ExpectedDemandGate:
         manager, running = self._manager, self._running
         room = np.full(len(HORIZON), float(manager.num_available_blocks))
         if not running:
-            return _Demand(manager.block_size, -room, np.zeros_like(room), 0)
+            return _Demand(manager.block_size, manager.max_request_blocks, -room, np.zeros_like(room), 0)
         alive = self._lengths.alive(running)
         tokens = np.array([request.num_tokens for request in running])[:, None]
         held = np.array([len(manager.blocks(request.request_id)) for request in running])[:, None]
-        own = np.array([num_own_blocks(manager.blocks(request.request_id)) for request in running])[:, None]
-        grown = (tokens + HORIZON) / manager.block_size + 0.5 - held  # half of the last block is empty on average
+        released = np.array([manager.num_released_blocks(request.request_id) for request in running])[:, None]
+        own = np.array([manager.num_own_blocks(request.request_id) for request in running])[:, None]
+        needed = (tokens + HORIZON) / manager.block_size + 0.5 - released  # half of the last block is empty on average
+        grown = np.minimum(needed, manager.max_request_blocks) - held
         mean = (alive * grown - (1 - alive) * own).sum(axis=0) - room
         variance = (alive * (1 - alive) * (grown + own) ** 2).sum(axis=0)
-        return _Demand(manager.block_size, mean, variance, len(running))
+        return _Demand(manager.block_size, manager.max_request_blocks, mean, variance, len(running))
 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """Blocks that will be in demand beyond those that can be had now, at each point of ``HORIZON``."""
+    """Blocks that will be in demand beyond those that can be had now, at each point of ``HORIZON``.
+
+    No request holds more than ``max_blocks`` at a time.
+    """
 
     block_size: int
+    max_blocks: int
     mean: FloatArray
     variance: FloatArray
     num_requests: int
 
     def plus(self, alive: FloatArray, num_needed: int) -> _Demand:
         """With a request that takes ``num_needed`` blocks now and gives them back at its end."""
-        grown = num_needed + HORIZON / self.block_size
+        grown = np.minimum(num_needed + HORIZON / self.block_size, max(num_needed, self.max_blocks))
         mean, variance = self.mean + alive * grown, self.variance + alive * (1 - alive) * grown**2
-        return _Demand(self.block_size, mean, variance, self.num_requests + 1)
+        return _Demand(self.block_size, self.max_blocks, mean, variance, self.num_requests + 1)
 
     def fits(self, margin: float) -> bool:
         return bool(np.all(self.mean + margin * np.sqrt(self.variance) <= 0))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.kv.prefix import PrefixMatch, public_namespace
+from engine.kv.match import PrefixMatch
+from engine.kv.prefix import public_namespace
 from engine.request import Request
 
 _CHUNK = 256
@@ -61,14 +62,15 @@ class InFlight:
 
     def _num_shared(self, request: Request, num_matched: int, leader: Request) -> int:
         """How many of the request's tokens will be had from the leader; 0 where that is less than a block beyond the match."""
-        if leader.num_uncomputed_tokens < self.block_size:
+        if leader.num_uncomputed_tokens < self.block_size or request.is_stream or leader.is_stream:
             return 0
         needed = num_matched + self.block_size
         limit = min(request.num_tokens - 1, leader.num_tokens, self._num_visible(request, leader))
         if limit < needed or request.token_ids[num_matched:needed] != leader.token_ids[num_matched:needed]:
             return 0
         num_shared = common_prefix_len(request.token_ids, leader.token_ids, limit)
-        return num_shared if self.allow_partial else num_shared // self.block_size * self.block_size
+        num_shared = num_shared if self.allow_partial else num_shared // self.block_size * self.block_size
+        return num_shared if leader.num_computed_tokens < num_shared else 0  # computed, and gone again: a window does that
 
     def _num_visible(self, request: Request, leader: Request) -> int:
         """How far both stand in one tree: they part where the first of them leaves the public blocks."""

@@ -25,7 +25,9 @@ class SampleSpec:
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """Compute ``token_ids`` at positions start, start + 1, ...; their K and V go to the slots that ``block_table`` gives.
+    A stream's positions are places in its cache (see engine.kv.stream).
 
+    ``block_table`` begins with block ``first_block`` of the sequence: those before it lie behind its window.
     ``sample`` is None while the sequence's last known token is not among them. ``tail_slot``: where the open last block of the
     sequence lies in a quantized format; its blocks get their bytes when they fill. None in float formats.
     """
@@ -37,6 +39,7 @@ class ScheduledSequence:
     rope_class: int
     sample: SampleSpec | None
     tail_slot: int | None = None
+    first_block: int = 0
 
     @property
     def seq_len(self) -> int:
@@ -45,16 +48,26 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Keys of a stream that have got other places: see BlockTurn."""
+
+    block_ids: tuple[int, ...]
+    distance: int
+    rope_class: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Each request once; the tokens are within the budget; no two sequences write to one block.
 
-    ``stores``, then ``loads``, then ``copies`` are made first, each in its order, before any of the sequences' tokens is computed.
+    ``stores``, then ``loads``, then ``copies``, then ``turns`` are made first, each in its order, before any of the sequences' tokens is computed.
     """
 
     sequences: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
     stores: tuple[BlockStore, ...] = ()
     loads: tuple[BlockLoad, ...] = ()
+    turns: tuple[Turn, ...] = ()
 
     @property
     def num_tokens(self) -> int:

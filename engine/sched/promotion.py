@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.kv.prefix import PrefixMatch
+from engine.kv.match import PrefixMatch
 from engine.kv.tier_cache import Promotion, TierCache
 
 PATIENCE_SECONDS = 5.0  # a disk that takes longer is no help: what it has brought by then is used, the rest is computed

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from engine.kv.history import FoundTokens
 from engine.kv.manager import KVCacheManager
-from engine.kv.prefix import PrefixMatch
+from engine.kv.match import PrefixMatch
 from engine.kv.tiers import Tier
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sched.admission import Gate, lasting_blocks
 from engine.sched.draft import Draft, is_prefill
 from engine.sched.fairness import ServedTokens
 from engine.sched.inflight import InFlight
-from engine.sched.plan import SampledToken, SampledTokens, SampleSpec, ScheduledSequence, StepPlan
+from engine.sched.plan import SampledToken, SampledTokens, SampleSpec, ScheduledSequence, StepPlan, Turn
 from engine.sched.pressure import PressurePolicy, cheapest_to_bring_back
 from engine.sched.promotion import Promotions
 from engine.sched.waiting import Overtaking, WaitingQueue
@@ -88,8 +88,8 @@ class Scheduler:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose K and V the running requests read."""
-        return sum(request.num_computed_tokens for request in self._running.values())
+        """Tokens whose K and V the running requests hold and read."""
+        return self.manager.num_held_tokens
 
     def take_counts(self) -> StepCounts:
         """The counts since the last call."""
@@ -103,6 +103,7 @@ class Scheduler:
             request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ERROR
             error = f"{request.max_num_tokens} tokens of prompt and max_tokens take {needed} blocks; the KV cache has {total}"
             return TokenEvent(request.request_id, None, FinishReason.ERROR, num_cached_tokens=0, error=error)
+        request.is_stream = self.manager.is_stream(request.max_num_tokens)
         self._served.enter(request.tenant)
         self._waiting.add(request)
         return None
@@ -125,10 +126,16 @@ class Scheduler:
             self._schedule_waiting(draft)
         sequences = tuple(self._sequence(self._running[request_id], n) for request_id, n in draft.chosen.items())
         tiers = self.manager.tiers
-        plan = StepPlan(sequences, copies=self.manager.take_copies(), stores=tiers.stores, loads=tiers.loads)
+        plan = StepPlan(sequences, self.manager.take_copies(), tiers.stores, tiers.loads, self._take_turns())
         self._counts.num_scheduled_tokens += plan.num_tokens
         assert sequences or not self.has_work or self._waits_for_disk(), "there is work, but no step for it"
         return plan
+
+    def _take_turns(self) -> tuple[Turn, ...]:
+        turns = self.manager.take_turns()
+        return tuple(
+            Turn(turn.block_ids, turn.distance, self._running[request_id].namespace.rope_class) for request_id, turn in turns
+        )
 
     def _new_draft(self) -> Draft:
         any_decodes = any(not is_prefill(request) for request in self._running.values())
@@ -145,11 +152,15 @@ class Scheduler:
         for request in (*decodes, *prefills):
             if request.status is not RequestStatus.RUNNING:
                 continue  # it was preempted for another in this very step
-            num_tokens = draft.chunk(request)
+            num_tokens = self._chunk(request, draft)
             if num_tokens == 0:
                 return
             if self._make_room(request, request.num_computed_tokens + num_tokens, draft):
                 draft.take(request, num_tokens)
+
+    def _chunk(self, request: Request, draft: Draft) -> int:
+        num_tokens = draft.chunk(request)
+        return min(num_tokens, self.manager.num_to_go(request.num_computed_tokens)) if request.is_stream else num_tokens
 
     def _make_room(self, request: Request, num_tokens: int, draft: Draft) -> bool:
         """Give the request blocks, preempting others as needed. False when it had to be preempted itself."""
@@ -201,7 +212,7 @@ class Scheduler:
             if self._is_held(request):
                 continue
             num_looks -= 1
-            match = self.manager.match_prefix(request.namespace, request.token_ids, request.num_public_tokens)
+            match = self._match(request)
             if self._in_flight.hold_back(request, match, self._running):
                 continue
             fitting = _fitting(request, match, gate)
@@ -212,6 +223,11 @@ class Scheduler:
                 gate.book(request, fitting)
                 self._admit(request, fitting, draft)
 
+    def _match(self, request: Request) -> PrefixMatch:
+        if request.is_stream:
+            return PrefixMatch((), 0)
+        return self.manager.match_prefix(request.namespace, request.token_ids, request.num_public_tokens)
+
     def _is_held(self, request: Request) -> bool:
         return self._promotions.holds(request.request_id) or self._in_flight.is_held(request.request_id, self._running)
 
@@ -220,9 +236,12 @@ class Scheduler:
 
     def _admit(self, request: Request, match: PrefixMatch, draft: Draft) -> None:
         self._waiting.remove(request.request_id)
-        self.manager.admit(request.request_id, request.namespace, match)
+        if request.is_stream:
+            self.manager.admit_stream(request.request_id)
+        else:
+            self.manager.admit(request.request_id, request.namespace, match)
         self._note_admission(request, match)
-        num_tokens = draft.chunk(request)
+        num_tokens = self._chunk(request, draft)
         allocated = self.manager.allocate(request.request_id, request.num_computed_tokens + num_tokens)
         assert allocated, "the gate promised these blocks"
         draft.take(request, num_tokens)
@@ -254,7 +273,7 @@ class Scheduler:
             request.max_computed_tokens = now
 
     def _sequence(self, request: Request, num_tokens: int) -> ScheduledSequence:
-        start = request.num_computed_tokens
+        start, num_released = request.num_computed_tokens, self.manager.num_released_blocks(request.request_id)
         end = start + num_tokens
         num_again = max(0, min(end, request.max_computed_tokens) - start)
         if request.is_regrowing:
@@ -264,8 +283,9 @@ class Scheduler:
         return ScheduledSequence(
             request_id=request.request_id,
             token_ids=tuple(request.token_ids[start:end]),
-            start=start,
+            start=start - num_released * self.manager.block_size if request.is_stream else start,
             block_table=tuple(self.manager.block_table(request.request_id)),
+            first_block=0 if request.is_stream else num_released,
             tail_slot=self.manager.tail_slot(request.request_id),
             rope_class=request.namespace.rope_class,
             sample=self._sample_spec(request) if end == request.num_tokens else None,
@@ -284,7 +304,7 @@ class Scheduler:
         events: list[TokenEvent] = []
         for sequence, token in zip(plan.sequences, sampled.tokens, strict=True):
             request = self._running[sequence.request_id]
-            request.num_computed_tokens = sequence.seq_len
+            request.num_computed_tokens += len(sequence.token_ids)
             self._note_covered(request)
             self.manager.commit(request.request_id, request.token_ids, request.num_computed_tokens)
             if token is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.kv.block import Block
 from engine.kv.manager import KVCacheManager
 from engine.request import Request
 
@@ -15,13 +13,11 @@ MAX_PREEMPTIONS = 8
 
 
 def is_protected(request: Request) -> bool:
-    """Whether the request has been preempted often enough. It then comes back only with room for all that it may become."""
-    return request.num_preemptions >= MAX_PREEMPTIONS
+    """Whether the request is not to be preempted: it has been often enough, or it is a stream, which would start all over.
 
-
-def num_own_blocks(blocks: Sequence[Block]) -> int:
-    """Blocks that could be had if their request were freed: the tail of its table, as who shares a block shares all before it."""
-    return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_count == 1 and not block.num_pins)
+    It is let in only with room for all that it may become.
+    """
+    return request.num_preemptions >= MAX_PREEMPTIONS or request.is_stream
 
 
 class VictimPolicy(Protocol):
@@ -53,7 +49,7 @@ class CheapestVictim:
         last_class = max(request.priority for request in unprotected)
 
         def cost(index: int) -> tuple[bool, int, int]:
-            own = num_own_blocks(manager.blocks(unprotected[index].request_id))
+            own = manager.num_own_blocks(unprotected[index].request_id)
             return own < num_blocks, own if own >= num_blocks else -own, -index
 
         candidates = [index for index, request in enumerate(unprotected) if request.priority == last_class]

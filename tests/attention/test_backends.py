@@ -41,6 +41,7 @@ def make_case(
     dtype: str = "float32",
     heads: tuple[int, int, int] = (9, 3, 64),
     block_size: int = 16,
+    window: int | None = None,
 ) -> Case:
     num_heads, kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(sum(a + 3 * b for a, b in sequences))
@@ -56,11 +57,13 @@ def make_case(
     row = 0
     for (before, new), table in zip(sequences, tables, strict=True):
         k, v = (torch.randn((before + new, kv_heads, head_dim), generator=generator).to(torch_dtype) for _ in range(2))
-        for position in range(before):
+        first_block = 0 if window is None else max(0, before - window + 1) // block_size
+        for position in range(first_block * block_size, before):
             block, offset = table[position // block_size], position % block_size
             storage.k(1)[block, :, offset] = k[position]
             storage.v(1)[block, :, offset] = v[position]
-        items.append(WorkItem(row, new, before, tuple(table), 0, before + new))
+        held = tuple(table[first_block:])
+        items.append(WorkItem(row, new, before, held, first_block * block_size, before + new, window=window))
         slots.extend(table[p // block_size] * block_size + p % block_size for p in range(before, before + new))
         ks.append(k)
         vs.append(v)
@@ -86,12 +89,13 @@ def expected(case: Case) -> torch.Tensor:
     for item, k, v in zip(case.work.items, case.k, case.v, strict=True):
         group = case.q.shape[1] // k.shape[1]
         for i in range(item.num_queries):
-            seen = item.first_position + i + 1
+            end = item.first_position + i + 1
+            seen = slice(0 if item.window is None else max(0, end - item.window), end)
             for h in range(case.q.shape[1]):
                 q, kh, vh = (
                     case.q[item.query_start + i, h].double(),
-                    k[:seen, h // group].double(),
-                    v[:seen, h // group].double(),
+                    k[seen, h // group].double(),
+                    v[seen, h // group].double(),
                 )
                 out.append(torch.softmax(kh @ q / q.shape[0] ** 0.5, dim=0) @ vh)
     return torch.stack(out).view(case.q.shape)
@@ -123,6 +127,24 @@ def test_decode_across_the_split_length(length: int) -> None:
 def test_a_prefill_longer_than_what_torch_gets_at_once() -> None:
     case = make_case("cpu", [(37, 530)], heads=(2, 1, 16))
     torch.testing.assert_close(case.run().double(), expected(case), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("window", [1, 2, 16, 31, 270])
+def test_a_query_sees_its_window_only_and_blocks_behind_it_are_not_there(name: str, window: int) -> None:
+    sequences = [(0, 1), (300, 1), (0, 40), (33, 20), (15, 1), (16, 1), (700, 300)]
+    case = make_case(name, sequences, heads=(4, 2, 16), window=window)
+    torch.testing.assert_close(case.run().double(), expected(case), atol=2e-6, rtol=2e-6)
+
+
+def test_a_windowed_decode_has_the_same_bits_whatever_is_held_behind_the_window() -> None:
+    """That depends on the chunks before."""
+    case = make_case("cpu", [(700, 1)], window=300)
+    out = case.run()
+    (item,) = case.work.items
+    more = WorkItem(0, 1, 700, (0, *item.block_ids), item.start - 16, 701, window=300)
+    case.backend.plan(AttentionWork((more,), case.work.slots, 16))
+    assert torch.equal(case.backend.run(1, case.q, case.k_new, case.v_new), out)
 
 
 def test_large_scores_do_not_overflow_and_nan_stays_nan() -> None:

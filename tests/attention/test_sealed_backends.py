@@ -49,9 +49,11 @@ class Cache:
         heads: tuple[int, int, int] = (9, 3, 64),
         block_size: int = 16,
         compute: str = "float32",
+        window: int | None = None,
     ) -> None:
         num_heads, kv_heads, head_dim = heads
         self.block_size = block_size
+        self.window = window
         self.dtype = getattr(torch, compute)
         fmt = KVFormat(
             dtype=dtype, num_layers=2, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, tail_dtype="float32"
@@ -85,8 +87,11 @@ class Cache:
         rows = [slice(s.computed, s.computed + n) for s, n in chosen]
         items, row = [], 0
         for s, n in chosen:
-            used = s.table[: -(-(s.computed + n) // self.block_size)]
-            items.append(WorkItem(row, n, s.computed, used, 0, s.computed + n, s.tail_slot))
+            first_block = 0 if self.window is None else max(0, s.computed - self.window + 1) // self.block_size
+            used = s.table[first_block : -(-(s.computed + n) // self.block_size)]
+            self.storage.bytes[list(s.table[:first_block])] = 0xFF
+            start, end = first_block * self.block_size, s.computed + n
+            items.append(WorkItem(row, n, s.computed, used, start, end, s.tail_slot, self.window))
             row += n
         q, k, v = (
             torch.cat([getattr(s, name)[span] for (s, _), span in zip(chosen, rows, strict=True)]) for name in ("q", "k", "v")
@@ -99,7 +104,7 @@ class Cache:
             s.computed += n
 
 
-def expected(s: Sequence, dtype: str, block_size: int) -> torch.Tensor:
+def expected(s: Sequence, dtype: str, block_size: int, window: int | None = None) -> torch.Tensor:
     sealed = []
     for x, kind in zip((s.k, s.v), SEALED_TYPES[dtype], strict=True):
         num_full = len(x) // block_size
@@ -110,6 +115,8 @@ def expected(s: Sequence, dtype: str, block_size: int) -> torch.Tensor:
     for i in range(s.computed):
         own = i // block_size * block_size
         k, v = (torch.cat((y[:own], x[own : i + 1].double())) for y, x in zip(sealed, (s.k, s.v), strict=True))
+        first = 0 if window is None else max(0, i + 1 - window)
+        k, v = k[first:], v[first:]
         for h in range(s.q.shape[1]):
             scores = k[:, h // group] @ s.q[i, h].double() / s.q.shape[2] ** 0.5
             out[i, h] = torch.softmax(scores, dim=0) @ v[:, h // group]
@@ -120,7 +127,10 @@ def check(cache: Cache, dtype: str, compute: str = "float32") -> None:
     for s in cache.sequences:
         got = torch.cat(s.out).double()
         torch.testing.assert_close(
-            got, expected(s, dtype, cache.block_size)[: s.computed], atol=TOLERANCE[compute], rtol=TOLERANCE[compute]
+            got,
+            expected(s, dtype, cache.block_size, cache.window)[: s.computed],
+            atol=TOLERANCE[compute],
+            rtol=TOLERANCE[compute],
         )
 
 
@@ -129,6 +139,15 @@ def check(cache: Cache, dtype: str, compute: str = "float32") -> None:
 def test_decodes_and_prefills_in_one_batch_match_float64(backend: str, dtype: str) -> None:
     cache = Cache(backend, dtype, [40, 330, 17, 48])
     for counts in ([5, 300, 0, 16], [1, 1, 15, 1], [1, 20, 1, 30], [33, 1, 1, 1], [0, 8, 0, 0]):
+        cache.step(counts)
+    check(cache, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "window"), [("int8", 1), ("int8", 40), ("k8v4", 16), ("int4", 7), ("fp8", 100)])
+def test_a_query_sees_its_window_only(backend: str, dtype: str, window: int) -> None:
+    cache = Cache(backend, dtype, [60, 330, 37, 48], heads=(4, 2, 16), window=window)
+    for counts in ([5, 300, 0, 16], [1, 1, 15, 1], [1, 20, 1, 30], [33, 1, 1, 1], [1, 8, 19, 0], [1, 0, 1, 0]):
         cache.step(counts)
     check(cache, dtype)
 

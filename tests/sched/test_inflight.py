@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.core import EngineCore
 from engine.kv.manager import KVCacheManager
-from engine.kv.prefix import PrefixMatch
+from engine.kv.match import PrefixMatch
 from engine.request import Namespace, Request
 from engine.sched.inflight import InFlight, common_prefix_len
 from engine.sched.plan import SampledToken, SampledTokens, StepPlan
