@@ -59,6 +59,8 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, rope: RopePlan, cac
 def _reach(model: ModelConfig, rope: RopePlan) -> str:
     """What the limit is made of, for the message: the numbers, so that a factor counted twice would show."""
     trained, scaling = model.max_position_embeddings, rope.rope
+    if model.has_learned_positions:
+        return "the model's learned position table has rows for, and no scaling extends it"
     if scaling.factor is None or rope.max_len == trained:
         return "the model was trained for"
     return f"{scaling.rope_type} scaling reaches ({scaling.original_len or trained:,} x {scaling.factor:g})"

@@ -97,6 +97,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
         disk_cache_bytes=tiers.disk_bytes,
         tail_bytes=_tail_bytes(tails, fmt),
         rope_classes=tuple((each.name, each.max_len) for each in context.rope_classes),
+        position_table_len=model_config.max_position_embeddings if model_config.has_learned_positions else None,
     )
     return LoadedEngine(core, info, runner, tiers)
 
@@ -212,6 +213,8 @@ def _build_model(config: ModelConfig, weights: ModelWeights, attention: Attentio
 
     numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))  # one choice for both, OMP_NUM_THREADS's too
     model = LlamaModel(config, weights, CPUOps(), attention)
+    if not config.has_llama_block:
+        return model
     if isinstance(attention, SealedCPUAttention):
         return CPUDecoder(model, attention, sealed_decode_layer)
     if isinstance(attention, CPUAttention) and attention.format.dtype == "float32":

@@ -169,6 +169,7 @@ class EngineInfo:
 
     ``host_cache_bytes`` and ``disk_cache_bytes`` are what the lower tiers may hold; ``tail_bytes`` is what the open blocks of all
     requests may take, beside the pool, in a quantized format. ``rope_classes`` are the name and the longest request of each.
+    ``position_table_len`` is that of a model with learned positions: nothing reaches past it.
     """
 
     model_name: str
@@ -195,6 +196,7 @@ class EngineInfo:
     disk_cache_bytes: int = 0
     tail_bytes: int = 0
     rope_classes: tuple[tuple[str, int], ...] = ()
+    position_table_len: int | None = None
 
     @property
     def cache_bytes(self) -> int:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine.errors",),
     ("engine.config", "engine.queue_bound", "engine.request", "engine.stats", "engine.model_config", "engine.model_fields",
-     "engine.hf_config", "engine.gguf_config", "engine.gguf_file", "engine.rope_config", "engine.rope_classes", "engine.context_plan", "engine.kernel_cache"),
+     "engine.hf_config", "engine.hf_keys", "engine.gpt2_config", "engine.octavo_config", "engine.gguf_config", "engine.gguf_file", "engine.rope_config", "engine.rope_classes", "engine.context_plan", "engine.kernel_cache"),
     ("engine.kv", "engine.attention.metadata", "engine.tokenizer"),
     ("engine.sched", "engine.attention"),
     ("engine.model",),

@@ -10,7 +10,8 @@ from typing import Any
 
 from engine.errors import DamagedModelError, ModelNotFoundError, UnsupportedModelError
 from engine.model.checkpoint import PLAIN_ENCODINGS, Checkpoint, StoredTensor, encoded_nbytes
-from engine.model_config import ModelConfig
+from engine.model.gpt2_checkpoint import name_like_llama
+from engine.model_config import GPT2, ModelConfig
 from engine.model_fields import shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -23,7 +24,8 @@ def open_folder(folder: Path) -> Checkpoint:
     config = _read_json(folder / "config.json")
     generation_config = _read_json(generation_path) if generation_path.exists() else None
     model_config = ModelConfig.from_hf(config, generation_config)
-    return Checkpoint(folder, model_config, _tensors(folder))
+    tensors = _tensors(folder)
+    return Checkpoint(folder, model_config, name_like_llama(folder, tensors) if model_config.architecture == GPT2 else tensors)
 
 
 def _tensors(folder: Path) -> dict[str, StoredTensor]:
