@@ -19,9 +19,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine.sched", "engine.attention"),
     ("engine.model",),
     ("engine.runner",),
-    ("engine.core", "engine.control", "engine.memory", "engine.tier_setup", "engine.load"),
+    ("engine.core", "engine.control", "engine.memory", "engine.tier_setup", "engine.load",
+     "engine.capacity"),
     ("engine.messages", "engine.process", "engine.engine_process", "engine.async_engine", "engine.llm",
-     "engine.evaluate"),
+     "engine.evaluate", "engine.demo"),
     ("server",),
 )  # fmt: skip
 LEVELS = {prefix: level for level, prefixes in enumerate(LAYERS) for prefix in prefixes}
@@ -32,6 +33,7 @@ FORBIDDEN = {
     "engine.kv": {"torch", "numba", "fastapi", "zmq"},
     "engine.sched": {"torch", "numba", "fastapi", "zmq"},
     "engine": {"fastapi", "uvicorn", "prometheus_client", "locust", "typer"},
+    "engine.capacity": {"torch", "numba"},
     "engine.tokenizer": {"torch", "transformers"},
     "server": {"torch", "numba", "locust", "transformers"},
     "loadtest": {"engine", "server", "torch"},
