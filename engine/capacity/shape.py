@@ -38,7 +38,9 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     """In a float format ("bfloat16"): K and V of one token in all layers."""
-    fmt = KVFormat(dtype=dtype, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, block_size=16)
+    fmt = KVFormat(
+        dtype=dtype, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, block_size=16
+    )
     assert not fmt.is_quantized, "a sealed format's bytes depend on the block"
     return fmt.block_bytes // fmt.block_size
 

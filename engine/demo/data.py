@@ -5,6 +5,7 @@ The texts are fetched once by the package managers of the machine that trains, i
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -14,6 +15,7 @@ import subprocess
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.errors import DamagedModelError, ModelNotFoundError
@@ -61,7 +63,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
     train: list[str] = []
     held_out: list[str] = []
     for name, fetch in sources.items():
-        documents: list[str] = json.loads(kept(home / f"{name}.json", lambda temporary, fetch=fetch: json.dumps(fetch(temporary))))  # type: ignore[misc]
+        documents: list[str] = json.loads(kept(home / f"{name}.json", partial(_as_json, fetch)))
         for index, document in enumerate(documents):
             (held_out if index % HELD_OUT == HELD_OUT - 1 else train).append(document)
     return Corpus(tuple(train), tuple(held_out))
@@ -72,6 +74,10 @@ def passkey_document(rng: random.Random, num_before: int, num_after: int) -> Pas
     key = str(rng.randint(10000, 99999))
     hidden = f"The pass key is {key}. Remember it. {key} is the pass key."
     return Passkey(" ".join([PREAMBLE, *[FILLER] * num_before, hidden, *[FILLER] * num_after, QUESTION]), key)
+
+
+def _as_json(fetch: Callable[[Path], list[str]], temporary: Path) -> str:
+    return json.dumps(fetch(temporary))
 
 
 def _sotu(temporary: Path) -> list[str]:
@@ -110,7 +116,7 @@ def bible_text(data: bytes) -> str:
     (num_windows,) = struct.unpack_from(">I", data, 0x58)
     offsets = struct.unpack_from(f">{num_windows + 1}I", data, 0x5C)
     magic = b"\x1f\x9d\x90"
-    windows = [magic + data[start:end] for start, end in zip(offsets, offsets[1:], strict=False)]
+    windows = [magic + data[start:end] for start, end in itertools.pairwise(offsets)]
     return b"".join(_run(["gzip", "-dc"], None, window) for window in windows).decode("latin-1")
 
 

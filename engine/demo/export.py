@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -45,6 +46,7 @@ AdamW (betas 0.9 and {beta2}, weight decay {weight_decay} on matrices), {rows} r
 warm-up, cosine to a tenth, gradients clipped at {clip}, z-loss {z_loss}, seed {seed}: {minutes:.0f} minutes.
 
 Loss in nats per token: {last_loss:.3f} over the last 100 steps, {held_out_loss:.3f} on held-out text (a perplexity of {perplexity:.1f} per token).
+Of new passkey documents within the context it continues {passkeys:.0%} with the hidden number.
 Every step is in `losses.json`, drawn in `loss.png`.
 """
 
@@ -61,7 +63,7 @@ def export(model: DemoModel, folder: Path) -> None:
 
 
 def write_card(folder: Path, config: ModelConfig, summary: dict[str, Any]) -> None:
-    """``summary``: recipe, held_out_loss, minutes, parameters, last_losses."""
+    """``summary``: recipe, held_out_loss, passkeys, minutes, parameters, last_losses."""
     recipe, held_out = summary["recipe"], summary["held_out_loss"]
     options = " ".join(f"--{name.replace('_', '-')} {recipe[name]}" for name in ("steps", "rows", "learning_rate", "seed"))
     text = CARD.format(
@@ -71,6 +73,7 @@ def write_card(folder: Path, config: ModelConfig, summary: dict[str, Any]) -> No
         command=f"python -m engine.demo.train {options} --out octavo-tiny",
         last_loss=mean(summary["last_losses"]),
         held_out_loss=held_out,
+        passkeys=summary["passkeys"],
         perplexity=2.718281828459045**held_out,
         norm="RMSNorm" if config.norm == "rmsnorm" else "LayerNorm",
         positions="learned positions" if config.has_learned_positions else f"RoPE (theta {config.rope.theta:g})",
@@ -89,12 +92,15 @@ def write_card(folder: Path, config: ModelConfig, summary: dict[str, Any]) -> No
     (folder / "README.md").write_text(text)
 
 
+def require_matplotlib() -> None:
+    """Raises ConfigError where it is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("the loss plot needs matplotlib: pip install 'octavo[demo]'")
+
+
 def plot_losses(points: Sequence[tuple[int, float]], path: Path) -> None:
-    """Raises ConfigError where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("the loss plot needs matplotlib: pip install 'octavo[demo]'") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*zip(*points, strict=True), linewidth=0.5, alpha=0.5, label="each step")

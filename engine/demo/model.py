@@ -118,11 +118,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
         if self.is_post_norm:
             x = self.post_attention_layernorm(x + self.self_attn(x, rotation))
-            out: torch.Tensor = self.post_mlp_layernorm(x + self.mlp(x))
-            return out
+            normed: torch.Tensor = self.post_mlp_layernorm(x + self.mlp(x))
+            return normed
         x = x + self.self_attn(self.input_layernorm(x), rotation)
-        out = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        added: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return added
 
 
 class Trunk(nn.Module):

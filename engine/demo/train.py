@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,13 +21,14 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
-from engine.demo.data import load_corpus
-from engine.demo.export import export, plot_losses, write_card
+from engine.demo.data import Corpus, load_corpus, passkey_document
+from engine.demo.export import export, plot_losses, require_matplotlib, write_card
 from engine.demo.model import DemoModel, demo_config
-from engine.demo.tokens import Batches, encode_corpus, held_out_rows, train_tokenizer
+from engine.demo.tokens import BOS, Batches, encode_corpus, held_out_rows, train_tokenizer
+from engine.model_config import ModelConfig
 
 TOKENIZER, CHECKPOINT = "tokenizer.model", "checkpoint.pt"
-HELD_OUT_ROWS = 128
+HELD_OUT_ROWS, PASSKEYS = 128, 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ def train_steps(
             group["lr"] = rate
         tokens = batches(step)
         loss, log_z = losses(model(tokens[:, :-1]), tokens[:, 1:])
-        (loss.mean() + recipe.z_loss * log_z.square().mean()).backward()
+        torch.autograd.backward(loss.mean() + recipe.z_loss * log_z.square().mean())
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -100,8 +102,23 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 def held_out_loss(model: DemoModel, rows: torch.Tensor) -> float:
     """Nats per token."""
     model.eval()
-    found = [losses(model(part[:, :-1]), part[:, 1:])[0].mean(1) for part in rows.split(8)]
+    found = [losses(model(part[:, :-1]), part[:, 1:])[0].mean(1) for part in torch.split(rows, 8)]
     return torch.cat(found).mean().item()
+
+
+@torch.inference_mode()
+def passkeys_found(model: DemoModel, tokenizer: sentencepiece.SentencePieceProcessor) -> float:
+    """The share of PASSKEYS new passkey documents, of all lengths that fit, of which every digit is the likeliest token."""
+    rng, limit, found = random.Random("passkeys"), model.config.max_position_embeddings, 0
+    model.eval()
+    for index in range(PASSKEYS):
+        num_fillers = index % 4
+        document = passkey_document(rng, num_before := rng.randint(0, num_fillers), num_fillers - num_before)
+        ids = [BOS, *tokenizer.encode(f"{document.text} {document.key}")][-limit:]
+        num_digits = len(document.key)
+        likeliest = model(torch.tensor([ids]))[0, -num_digits - 1 : -1].argmax(-1).tolist()
+        found += likeliest == ids[-num_digits:]
+    return found / PASSKEYS
 
 
 @dataclass
@@ -116,9 +133,9 @@ class Run:
     seconds: float
 
     @classmethod
-    def open(cls, folder: Path, recipe: Recipe) -> Run:
+    def open(cls, folder: Path, config: ModelConfig, recipe: Recipe) -> Run:
         """As the folder's checkpoint says, or from the start. Raises SystemExit where the checkpoint is of another recipe."""
-        model = DemoModel(demo_config(), recipe.seed)
+        model = DemoModel(config, recipe.seed)
         run = cls(folder, recipe, model, make_optimizer(model, recipe), [], 0.0)
         if (folder / CHECKPOINT).exists():
             run._restore(torch.load(folder / CHECKPOINT, weights_only=True))
@@ -165,15 +182,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     args = parser.parse_args(arguments)
-    args.out.mkdir(parents=True, exist_ok=True)
     recipe = Recipe(steps=args.steps, rows=args.rows, learning_rate=args.learning_rate, seed=args.seed)
-    train(args.out, recipe, args.save_every)
+    require_matplotlib()  # not at the end of half an hour
+    run = train(args.out, load_corpus(), demo_config(), recipe, args.save_every)
+    plot_losses([(record.step, record.loss) for record in run.records], args.out / "loss.png")
 
 
-def train(folder: Path, recipe: Recipe, save_every: int) -> None:
-    corpus = load_corpus()
-    run = Run.open(folder, recipe)
-    config = run.model.config
+def train(folder: Path, corpus: Corpus, config: ModelConfig, recipe: Recipe, save_every: int) -> Run:
+    """Train, or go on training, and leave in ``folder`` the model as the engine takes it, its card and losses.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run.open(folder, config, recipe)
     if not (folder / TOKENIZER).exists():
         train_tokenizer(corpus, folder / TOKENIZER, config.vocab_size)
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / TOKENIZER))
@@ -182,16 +200,34 @@ def train(folder: Path, recipe: Recipe, save_every: int) -> None:
     print(f"{run.model.num_parameters:,} parameters; {len(streams.train):,} tokens to learn from", flush=True)
     with _progress() as bar:
         task = bar.add_task("training", total=recipe.steps, completed=len(run.records), loss=math.nan)
-        show = lambda record: bar.update(task, completed=record.step + 1, loss=record.loss)  # noqa: E731
+
+        def show(record: StepRecord) -> None:
+            bar.update(task, completed=record.step + 1, loss=record.loss)
+            if (record.step + 1) % save_every == 0:  # a log file has no bar
+                bar.console.print(f"step {record.step + 1}: loss {record.loss:.3f}, {run.seconds:.0f} s")
+
         run.advance(lambda step: batches.batch(step, recipe.rows), save_every, show)
-    final = held_out_loss(run.model, held_out_rows(streams.held_out, config.max_position_embeddings, HELD_OUT_ROWS))
-    print(f"held-out loss {final:.3f} nats per token after {run.seconds / 60:.1f} minutes", flush=True)
-    export(run.model, folder)
-    summary = {"recipe": asdict(recipe), "held_out_loss": final, "minutes": run.seconds / 60}
+    _finish(run, tokenizer, held_out_rows(streams.held_out, config.max_position_embeddings, HELD_OUT_ROWS))
+    return run
+
+
+def _finish(run: Run, tokenizer: sentencepiece.SentencePieceProcessor, held_out: torch.Tensor) -> None:
+    """Measure, export, describe."""
+    final, found = held_out_loss(run.model, held_out), passkeys_found(run.model, tokenizer)
+    print(
+        f"held-out loss {final:.3f} nats per token, {found:.0%} of passkeys, after {run.seconds / 60:.1f} minutes", flush=True
+    )
+    export(run.model, run.folder)
+    summary: dict[str, Any] = {
+        "recipe": asdict(run.recipe),
+        "held_out_loss": final,
+        "passkeys": found,
+        "minutes": run.seconds / 60,
+    }
     steps = [asdict(record) for record in run.records]
-    (folder / "losses.json").write_text(json.dumps({**summary, "steps": steps}))
-    write_card(folder, config, {**summary, "parameters": run.model.num_parameters, "last_losses": [r.loss for r in run.records[-100:]]})
-    plot_losses([(record.step, record.loss) for record in run.records], folder / "loss.png")
+    (run.folder / "losses.json").write_text(json.dumps({**summary, "steps": steps}))
+    last_losses = [record.loss for record in run.records[-100:]]
+    write_card(run.folder, run.model.config, {**summary, "parameters": run.model.num_parameters, "last_losses": last_losses})
 
 
 def _progress() -> Progress:

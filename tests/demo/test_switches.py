@@ -79,7 +79,9 @@ def test_what_is_written_is_read(name: str) -> None:
     assert ModelConfig.from_hf(write_octavo(config)) == config
 
 
-@pytest.mark.parametrize("key", ["norm", "norm_bias", "norm_position", "mlp", "bias", "qk_norm", "positions", "head_dim", "norm_eps"])
+@pytest.mark.parametrize(
+    "key", ["norm", "norm_bias", "norm_position", "mlp", "bias", "qk_norm", "positions", "head_dim", "norm_eps"]
+)
 def test_no_choice_has_a_default(key: str) -> None:
     written = write_octavo(BASE)
     del written[key]

@@ -37,7 +37,12 @@ def test_gpt2_as_published() -> None:
         "vocab_size": 50257,
     }  # fmt: skip
     config = ModelConfig.from_hf(published)
-    assert (config.max_position_embeddings, config.intermediate_size, config.head_dim, config.num_kv_heads) == (1024, 3072, 64, 12)
+    assert (config.max_position_embeddings, config.intermediate_size, config.head_dim, config.num_kv_heads) == (
+        1024,
+        3072,
+        64,
+        12,
+    )
     assert (config.norm, config.norm_bias, config.is_post_norm, config.mlp) == ("layernorm", True, False, "gelu_tanh")
     assert config.qkv_bias
     assert config.o_bias
