@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from engine.demo.model import DemoModel
 from engine.errors import ConfigError
@@ -56,7 +56,7 @@ def export(model: DemoModel, folder: Path) -> None:
     dtype = getattr(torch, model.config.dtype)
     weights = {name: tensor.detach().to(dtype).contiguous() for name, tensor in model.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(write_octavo(model.config), indent=2) + "\n")
     tokenizer = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2) + "\n")

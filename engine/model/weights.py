@@ -278,16 +278,15 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     )
     if config.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    up = ("mlp.gate_proj", "mlp.up_proj") if config.mlp == "swiglu" else ("mlp.up_proj",)
     matrices = [
         ("self_attn.q_proj", q_rows, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv_rows, hidden, config.qkv_bias),
         ("self_attn.v_proj", kv_rows, hidden, config.qkv_bias),
         ("self_attn.o_proj", hidden, q_rows, config.o_bias),
-        ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
+        *((name, config.intermediate_size, hidden, config.mlp_bias) for name in up),
         ("mlp.down_proj", hidden, config.intermediate_size, config.mlp_bias),
     ]
-    if config.mlp == "swiglu":
-        matrices.append(("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias))
     for name, num_rows, num_columns, bias in matrices:
         shapes[f"{name}.weight"] = (num_rows, num_columns)
         if bias:
