@@ -390,15 +390,7 @@ def check_request(info: EngineInfo, prompt_token_ids: Sequence[int], sampling: S
     limit = min(info.max_model_len, cache_len)
     if total > limit:
         raise ContextLengthError(
-            f"this model's context is {limit} tokens{_limited_by(info, limit)}; the request asks for {total}"
+            f"this model's context is {limit} tokens{info.limited_by(limit)}; the request asks for {total}"
             f" ({len(prompt_token_ids)} of prompt and max_tokens {sampling.max_tokens}); shorten one of them",
             param="prompt" if len(prompt_token_ids) >= limit else "max_tokens",
         )
-
-
-def _limited_by(info: EngineInfo, limit: int) -> str:
-    if limit == info.num_blocks * info.block_size:
-        return f", all that the KV cache holds ({info.num_blocks} blocks of {info.block_size})"
-    if limit == info.position_table_len:
-        return ", the rows of its learned position table, past which no position exists and no scaling reaches"
-    return ""

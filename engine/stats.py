@@ -206,3 +206,11 @@ class EngineInfo:
     @property
     def bytes_per_token(self) -> float:
         return self.block_bytes / self.block_size
+
+    def limited_by(self, limit: int) -> str:
+        """What limits requests to ``limit`` tokens, where it is not simply the context asked for: the end of a message."""
+        if limit == self.num_blocks * self.block_size:
+            return f", all that the KV cache holds ({self.num_blocks} blocks of {self.block_size})"
+        if limit == self.position_table_len:
+            return ", the rows of its learned position table, past which no position exists and no scaling reaches"
+        return ""

@@ -142,14 +142,15 @@ def _highest_rate(variant: Variant, batches: Callable[[int], torch.Tensor], swee
 
 
 def diverges(config: ModelConfig, recipe: Recipe, batches: Callable[[int], torch.Tensor]) -> bool:
-    """A loss that is not finite, or in the end no better than guessing, which costs log(vocab_size)."""
+    """A loss that is not finite or, over 5 steps after the warm-up, worse than guessing, which costs log(vocab_size)."""
     model = DemoModel(config, recipe.seed)
-    last: list[float] = []
+    seen: list[float] = []
     for record in train_steps(model, make_optimizer(model, recipe), batches, recipe):
-        if not math.isfinite(record.loss):
+        seen.append(record.loss)
+        is_judged = len(seen) >= recipe.warm_up + 5
+        if not math.isfinite(record.loss) or (is_judged and mean(seen[-5:]) > math.log(config.vocab_size)):
             return True
-        last = [*last, record.loss][-10:]
-    return mean(last) > math.log(config.vocab_size)
+    return False
 
 
 def table(results: Sequence[Result], trained_len: int) -> str:
