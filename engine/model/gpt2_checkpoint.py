@@ -27,7 +27,8 @@ PROJECTIONS = {
     "mlp.c_fc": ("mlp.up_proj",),
     "mlp.c_proj": ("mlp.down_proj",),
 }
-CAUSAL_MASK = r"h\.\d+\.attn\.(masked_)?bias"  # a buffer that old files store; it follows from the architecture
+# Buffers that old files store, as float32, uint8 or bool; they follow from the architecture.
+CAUSAL_MASK = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 
 
 def name_like_llama(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -44,8 +45,6 @@ def name_like_llama(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str,
 def _named(path: Path, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     if name in OUTER_NAMES:
         yield OUTER_NAMES[name], tensor
-        return
-    if re.fullmatch(CAUSAL_MASK, name):
         return
     match = re.fullmatch(r"h\.(\d+)\.(\w+(?:\.\w+)?)\.(weight|bias)", name)
     if match is None or match[2] not in (NORMS.keys() | PROJECTIONS.keys()):

@@ -77,7 +77,9 @@ def test_old_files_have_no_prefix_and_store_masks_and_the_head(tmp_path: Path) -
     make_gpt2("gpt2", tmp_path)
     new = load_weights(open_checkpoint(tmp_path), dtype=torch.float32, device="cpu", progress=lambda done, total: None)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 128, 128) for i in range(3)}
+    kinds = (torch.float32, torch.uint8, torch.bool)
+    tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 128, 128, dtype=kind) for i, kind in enumerate(kinds)}
+    tensors |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(3)}
     save_file({**tensors, "lm_head.weight": tensors["wte.weight"].clone()}, tmp_path / "model.safetensors")
     old = load_weights(open_checkpoint(tmp_path), dtype=torch.float32, device="cpu", progress=lambda done, total: None)
     for a, b in zip(new.tensors(), old.tensors(), strict=True):
