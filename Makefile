@@ -6,7 +6,7 @@ PIP_FLAGS ?= --disable-pip-version-check --progress-bar on
 # On a CPU-only machine the plain torch on the index may be a CUDA build of several GB; this version has a CPU build where Octavo is developed.
 TORCH ?= torch==2.13.0
 
-.PHONY: help install serve test check lint types bench tier-bench pressure-bench itl-bench kv-quality endless soak clean
+.PHONY: help install serve test check lint types bench tier-bench pressure-bench itl-bench kv-quality endless demo-train demo-ablation soak clean
 
 help:
 	@echo "make serve     install, fetch the default model, serve it on http://127.0.0.1:8000  (MODEL=, OCTAVO_PORT=, ...)"
@@ -19,6 +19,8 @@ help:
 	@echo "make pressure-bench  tokens computed twice when the cache is too small, by policy; no model (a few minutes)"
 	@echo "make itl-bench  gaps in running streams without and with a 4,000-token prompt arriving"
 	@echo "make tier-bench  time to the first token of a 2,000-token prompt: computed, and found on device, host, disk, after a restart"
+	@echo "make demo-train  train the built-in octavo-tiny anew into engine/demo/octavo-tiny (needs npm and apt-get; about half an hour)"
+	@echo "make demo-ablation  what each part of its block buys: 300 steps each, a Markdown table (about an hour)"
 	@echo "make soak      10,000 short requests of which 30 % hang up: nothing leaks, memory stays flat, counters add up"
 
 .venv/bin/python:
@@ -70,6 +72,19 @@ kv-quality: .venv/.installed
 
 endless: .venv/.installed
 	$(BIN)/python -m engine.evaluate.endless --model $(MODEL)
+
+.venv/.installed-demo: .venv/.installed
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[demo]'
+	@touch $@
+
+# The checkpoint stays in build/, so that a run that was cut is taken up; what ships is what `octavo serve` and a reader need.
+demo-train: .venv/.installed-demo
+	$(BIN)/python -m engine.demo.train --out build/octavo-tiny
+	mkdir -p engine/demo/octavo-tiny
+	cd build/octavo-tiny && cp README.md config.json model.safetensors tokenizer.model tokenizer_config.json losses.json loss.png $(CURDIR)/engine/demo/octavo-tiny/
+
+demo-ablation: .venv/.installed-demo
+	$(BIN)/python -m engine.demo.ablation --tokenizer engine/demo/octavo-tiny/tokenizer.model
 
 pressure-bench: .venv/.installed
 	$(BIN)/python -m engine.evaluate.pressure

@@ -391,9 +391,8 @@ def check_request(info: EngineInfo, prompt_token_ids: Sequence[int], sampling: S
     total, cache_len = len(prompt_token_ids) + sampling.max_tokens, info.num_blocks * info.block_size
     limit = min(info.max_model_len, cache_len) if info.holds_all else info.max_model_len
     if total > limit:
-        by_cache = f", all that the KV cache holds ({info.num_blocks} blocks of {info.block_size})"
         raise ContextLengthError(
-            f"this model's context is {limit} tokens{by_cache if limit == cache_len else ''}; the request asks for {total}"
+            f"this model's context is {limit} tokens{info.limited_by(limit)}; the request asks for {total}"
             f" ({len(prompt_token_ids)} of prompt and max_tokens {sampling.max_tokens}); shorten one of them",
             param="prompt" if len(prompt_token_ids) >= limit else "max_tokens",
         )

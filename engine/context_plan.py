@@ -112,6 +112,8 @@ def _fit(wanted: int, retention: Retention, cache_tokens: int, notes: list[str])
 def _reach(model: ModelConfig, rope: RopePlan) -> str:
     """What the limit is made of, for the message: the numbers, so that a factor counted twice would show."""
     trained, scaling = model.max_position_embeddings, rope.rope
+    if model.has_learned_positions:
+        return "the model's learned position table has rows for, and no scaling extends it"
     if scaling.factor is None or rope.max_len == trained:
         return "the model was trained for"
     return f"{scaling.rope_type} scaling reaches ({scaling.original_len or trained:,} x {scaling.factor:g})"

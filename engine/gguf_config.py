@@ -49,7 +49,7 @@ def read_gguf_config(
         num_heads=num_heads,
         num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         max_position_embeddings=fields.integer("context_length"),
         rope=_rope(fields, head_dim, rope_factors),
         tie_word_embeddings="output.weight" not in shapes,

@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from engine.model_config import LLAMA, MISTRAL, QWEN2, QWEN3, ModelConfig
-from engine.model_fields import Fields, shared_head_dim, shown, token_id
+from engine.gpt2_config import read_gpt2
+from engine.hf_keys import HARMLESS, read_dtype, read_token_ids, refuse_quantization
+from engine.model_config import GPT2, LLAMA, MISTRAL, OCTAVO, QWEN2, QWEN3, ModelConfig
+from engine.model_fields import Fields, shared_head_dim, shown
+from engine.octavo_config import read_octavo
 from engine.rope_config import read_rope
 
-MODEL_TYPES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
-
-# Keys that transformers or its users write and that change nothing here, whatever their value. Dropout and
-# initialisation act in training alone; sampling defaults are the request's business.
-# fmt: off
-_NEVER_MATTER = (
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "transformers.js_config", "use_cache",
-    "initializer_range", "attention_dropout", "pad_token_id", "unk_token_id", "sep_token_id", "tokenizer_class",
-    "return_dict", "return_dict_in_generate", "torchscript", "output_hidden_states", "output_attentions",
-    "output_scores", "output_past", "tie_last_hidden_states", "id2label", "label2id", "num_labels", "problem_type",
-    "task_specific_params", "finetuning_task", "prefix", "attn_implementation", "_attn_implementation",
-    "_attn_implementation_autoset", "_experts_implementation", "max_sequence_length", "is_llama_config",
-    "unsloth_fixed", "unsloth_version", "do_sample", "temperature", "top_k", "top_p", "typical_p", "min_length",
-    "max_length", "num_return_sequences", "early_stopping",
-)
-# fmt: on
-
-# The same, with the values for which it holds.
-_HARMLESS: Mapping[str, Collection[Any] | None] = {
-    **dict.fromkeys(_NEVER_MATTER),
-    "pretraining_tp": (1,),
-    "hidden_act": ("silu", "swish"),
-    "use_mrope": (False,),
-    "is_decoder": (False, True),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "tie_encoder_decoder": (False,),
-    "use_bfloat16": (False,),
-    "chunk_size_feed_forward": (0,),
-    "pruned_heads": ({},),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "diversity_penalty": (0.0,),
-    "length_penalty": (1.0,),
-    "remove_invalid_values": (False,),
-}
+MODEL_TYPES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2, "octavo": OCTAVO}
 
 
 def read_hf_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:
     """See ModelConfig.from_hf."""
     fields = Fields("config.json", config)
     architecture = _architecture(fields)
-    _refuse_quantization(fields)
+    refuse_quantization(fields)
+    if architecture == GPT2:
+        return read_gpt2(fields, generation_config)
+    if architecture == OCTAVO:
+        return read_octavo(fields, generation_config)
+    return _read_llama(fields, architecture, generation_config)
+
+
+def _read_llama(fields: Fields, architecture: str, generation_config: Mapping[str, Any]) -> ModelConfig:
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_layers, max_position_embeddings = fields.integer("num_hidden_layers"), fields.integer("max_position_embeddings")
     head_dim = _head_dim(fields, architecture, hidden_size, num_heads)
@@ -68,19 +41,19 @@ def read_hf_config(config: Mapping[str, Any], generation_config: Mapping[str, An
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.number("rms_norm_eps"),
         max_position_embeddings=max_position_embeddings,
         rope=read_rope(fields, head_dim, max_position_embeddings),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        dtype=_dtype(fields),
+        dtype=read_dtype(fields),
         qkv_bias=attention_bias or architecture == QWEN2,
         o_bias=attention_bias,
         mlp_bias=_bias(fields, "mlp_bias", architecture == LLAMA),
         qk_norm=architecture == QWEN3,
         sliding_window=_sliding_window(fields, architecture, num_layers),
-        **_token_ids(fields, generation_config),
+        **read_token_ids(fields, generation_config),
     )
-    fields.refuse_rest(_HARMLESS)
+    fields.refuse_rest({**HARMLESS, "hidden_act": ("silu", "swish")})
     return result
 
 
@@ -109,34 +82,6 @@ def _architecture(fields: Fields) -> str:
     if model_type is not None and MODEL_TYPES.get(str(model_type)) != architecture:
         raise fields.unsupported("model_type", model_type, f" together with {architecture}")
     return architecture
-
-
-def _refuse_quantization(fields: Fields) -> None:
-    quantization = fields.take("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise fields.unsupported("quantization_config", method, "; use an unquantized checkpoint or a GGUF file")
-
-
-def _dtype(fields: Fields) -> str:
-    older, dtype = fields.take("torch_dtype"), fields.take("dtype")
-    value = older if dtype is None else dtype
-    return "float32" if value is None else str(value).removeprefix("torch.")
-
-
-def _token_ids(fields: Fields, generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, tuple[str, Any]] = {}
-    for key in ("bos_token_id", "eos_token_id"):
-        own, source = fields.take(key), "config.json"
-        if generation_config.get(key) is not None:
-            own, source = generation_config[key], "generation_config.json"
-        found[key] = (source, own)
-    source, eos = found["eos_token_id"]
-    ids = [token_id(source, "eos_token_id", each) for each in (eos if isinstance(eos, list) else [eos])]
-    return {
-        "bos_token_id": token_id(found["bos_token_id"][0], "bos_token_id", found["bos_token_id"][1]),
-        "eos_token_ids": tuple(dict.fromkeys(each for each in ids if each is not None)),
-    }
 
 
 def _sliding_window(fields: Fields, architecture: str, num_layers: int) -> int | None:

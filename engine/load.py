@@ -101,6 +101,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress = lambda stage, sh
         rope_classes=tuple((each.name, each.max_len) for each in context.rope_classes),
         sliding_window=context.retention.window,
         stream_len=context.retention.stream.max_tokens if context.retention.stream is not None else None,
+        position_table_len=model_config.max_position_embeddings if model_config.has_learned_positions else None,
     )
     return LoadedEngine(core, info, runner, tiers)
 
@@ -216,6 +217,8 @@ def _build_model(config: ModelConfig, weights: ModelWeights, attention: Attentio
 
     numba.set_num_threads(min(torch.get_num_threads(), numba.get_num_threads()))  # one choice for both, OMP_NUM_THREADS's too
     model = LlamaModel(config, weights, CPUOps(), attention)
+    if not config.has_llama_block:
+        return model
     if isinstance(attention, SealedCPUAttention):
         return CPUDecoder(model, attention, sealed_decode_layer)
     if isinstance(attention, CPUAttention) and attention.format.dtype == "float32":

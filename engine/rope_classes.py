@@ -55,6 +55,8 @@ def plan_rope(model: ModelConfig, scaling: str | None, policy: str, wanted_len: 
         ConfigError: the length is past what the scaling reaches, the policy does not fit, or the JSON is not understood.
     """
     trained = model.max_position_embeddings
+    if model.has_learned_positions:
+        return _learned_positions(model, scaling, policy, wanted_len)
     rope = model.rope if scaling is None else _read_operator_scaling(model, scaling)
     note, is_extended = None, False
     if (
@@ -74,6 +76,19 @@ def plan_rope(model: ModelConfig, scaling: str | None, policy: str, wanted_len: 
         raise ConfigError(f"--rope-policy ladder needs one of {', '.join(LADDER_TYPES)}; the scaling is {rope.rope_type}")
     default_len, max_len = context_lengths(rope, trained)
     return RopePlan(rope, is_ladder, default_len, max_len, note)
+
+
+def _learned_positions(model: ModelConfig, scaling: str | None, policy: str, wanted_len: int | None) -> RopePlan:
+    """The table is all there is: no scaling makes rows that were never trained."""
+    table_len = model.max_position_embeddings
+    wall = f"the model's positions are a learned table of {table_len:,} rows, which no scaling extends"
+    if scaling is not None:
+        raise ConfigError(f"--rope-scaling does not apply: {wall}")
+    if policy == "ladder":
+        raise ConfigError(f"--rope-policy ladder does not apply: {wall}")
+    if wanted_len is not None and wanted_len > table_len:
+        raise ConfigError(f"max_model_len {wanted_len:,} is out of reach: {wall}")
+    return RopePlan(model.rope, False, table_len, table_len)
 
 
 def context_lengths(rope: RopeConfig, max_position_embeddings: int) -> tuple[int, int]:

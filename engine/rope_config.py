@@ -16,7 +16,7 @@ from engine.model_fields import Fields, shown
 class RopeConfig:
     """Rotary position embedding with its scaling. Fields of other types are None.
 
-    ``rope_type``: "default"; "linear" (positions / factor); "ntk" (raised base); "dynamic" (base raised by the length);
+    ``rope_type``: "none" (nothing is rotated: the model has learned positions); "default"; "linear" (positions / factor); "ntk" (raised base); "dynamic" (base raised by the length);
     "yarn"; "llama3" (wavelength bands); "longrope" (a divisor per frequency, one list for short and one for long sequences).
     The first ``rotary_dim`` elements of a head of ``head_dim`` are rotated. ``is_interleaved``: the checkpoint pairs
     elements 2i and 2i+1, not i and i + rotary_dim / 2. ``original_len`` is the length, in tokens, that the scaling starts from.
@@ -39,6 +39,11 @@ class RopeConfig:
     attention_factor: float | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+
+
+def no_rope(head_dim: int) -> RopeConfig:
+    """Of a model with learned positions. No description can name it: a scaling cannot take rotation away."""
+    return RopeConfig(rope_type="none", theta=1.0, head_dim=head_dim, rotary_dim=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,6 +171,7 @@ class EngineInfo:
     requests may take, beside the pool, in a quantized format. ``rope_classes`` are the name and the longest request of each.
     ``sliding_window`` in tokens, where requests may be longer: they hold the blocks within it only. Requests of more than
     ``stream_len`` tokens hold so many: their first and their last ones.
+    ``position_table_len`` is that of a model with learned positions: nothing reaches past it.
     """
 
     model_name: str
@@ -197,6 +198,7 @@ class EngineInfo:
     disk_cache_bytes: int = 0
     tail_bytes: int = 0
     rope_classes: tuple[tuple[str, int], ...] = ()
+    position_table_len: int | None = None
     sliding_window: int | None = None
     stream_len: int | None = None
 
@@ -221,3 +223,11 @@ class EngineInfo:
     @property
     def bytes_per_token(self) -> float:
         return self.block_bytes / self.block_size
+
+    def limited_by(self, limit: int) -> str:
+        """What limits requests to ``limit`` tokens, where it is not simply the context asked for: the end of a message."""
+        if limit == self.num_blocks * self.block_size:
+            return f", all that the KV cache holds ({self.num_blocks} blocks of {self.block_size})"
+        if limit == self.position_table_len:
+            return ", the rows of its learned position table, past which no position exists and no scaling reaches"
+        return ""

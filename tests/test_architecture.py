@@ -14,14 +14,15 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine.errors",),
     ("engine.config", "engine.queue_bound", "engine.request", "engine.stats", "engine.model_config", "engine.model_fields",
-     "engine.hf_config", "engine.gguf_config", "engine.gguf_file", "engine.rope_config", "engine.rope_classes", "engine.kernel_cache"),
+     "engine.hf_config", "engine.hf_keys", "engine.gpt2_config", "engine.octavo_config", "engine.gguf_config", "engine.gguf_file", "engine.rope_config", "engine.rope_classes", "engine.kernel_cache"),
     ("engine.kv", "engine.attention.metadata", "engine.tokenizer"),
     ("engine.sched", "engine.attention"),
     ("engine.model",),
     ("engine.runner",),
-    ("engine.context_plan", "engine.core", "engine.control", "engine.memory", "engine.tier_setup", "engine.load"),
+    ("engine.context_plan", "engine.core", "engine.control", "engine.memory", "engine.tier_setup", "engine.load",
+     "engine.capacity"),
     ("engine.messages", "engine.process", "engine.engine_process", "engine.async_engine", "engine.llm",
-     "engine.evaluate"),
+     "engine.evaluate", "engine.demo"),
     ("server",),
 )  # fmt: skip
 LEVELS = {prefix: level for level, prefixes in enumerate(LAYERS) for prefix in prefixes}
@@ -32,6 +33,7 @@ FORBIDDEN = {
     "engine.kv": {"torch", "numba", "fastapi", "zmq"},
     "engine.sched": {"torch", "numba", "fastapi", "zmq"},
     "engine": {"fastapi", "uvicorn", "prometheus_client", "locust", "typer"},
+    "engine.capacity": {"torch", "numba"},
     "engine.tokenizer": {"torch", "transformers"},
     "server": {"torch", "numba", "locust", "transformers"},
     "loadtest": {"engine", "server", "torch"},

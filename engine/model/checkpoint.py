@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,11 +32,20 @@ CHUNK_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns ``first`` and on of a stored matrix that is ``num_columns`` wide, as many as the tensor has rows."""
+
+    first: int
+    num_columns: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Bytes ``offset : offset + nbytes`` of ``file``, row by row. ``name`` is the file's own name for the tensor.
 
     ``pair_heads``: the rows of each of so many heads stand in the order of adjacent rotary pairs (x0, y0, x1, y1, ...)
     rather than halves (x0, x1, ..., y0, y1, ...), as GGUF's llama architecture has its q and k. None: halves.
+    ``columns``: stored the other way round, as some of the columns of a matrix [shape[1], columns.num_columns] (GPT-2).
     """
 
     name: str
@@ -46,6 +55,7 @@ class StoredTensor:
     offset: int
     nbytes: int
     pair_heads: int | None = None
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,9 @@ def copy_rows(tensor: StoredTensor, target: torch.Tensor, on_read: Callable[[int
 
     ``on_read`` is told the number of bytes after each chunk. Raises DamagedModelError where the file ends early.
     """
+    if tensor.columns is not None:
+        _copy_columns(tensor, tensor.columns, target, on_read)
+        return
     order = None if tensor.pair_heads is None else _halves_order(tensor.shape[0], tensor.pair_heads).to(target.device)
     for start, rows, num_bytes in _read_rows(tensor):
         stop = start + rows.shape[0]
@@ -76,6 +89,15 @@ def copy_rows(tensor: StoredTensor, target: torch.Tensor, on_read: Callable[[int
             target[start:stop].copy_(rows)
         else:
             target.index_copy_(0, order[start:stop], rows.to(target.device, target.dtype))
+        on_read(num_bytes)
+
+
+def _copy_columns(tensor: StoredTensor, columns: Columns, target: torch.Tensor, on_read: Callable[[int], None]) -> None:
+    """Every chunk of the stored rows becomes some columns of the target. The whole stored matrix is read for it."""
+    stored = replace(tensor, shape=(tensor.shape[1], columns.num_columns), columns=None)
+    last = columns.first + tensor.shape[0]
+    for start, rows, num_bytes in _read_rows(stored):
+        target[:, start : start + rows.shape[0]].copy_(rows[:, columns.first : last].T)
         on_read(num_bytes)
 
 

@@ -47,7 +47,8 @@ class CompiledAttention(Protocol):
 
 
 class CPUDecoder:
-    """Same ``forward`` as LlamaModel, float32 only. Gives the same bits as the plain model over CPUOps.
+    """Same ``forward`` as LlamaModel, float32 only, for models with ``ModelConfig.has_llama_block``. Gives the same bits as the
+    plain model over CPUOps.
 
     ``decode_layer`` is the kernel that goes with the attention: ``cpu_decode_kernels`` for float formats, ``cpu_sealed_decode_kernels``.
     """
@@ -57,28 +58,35 @@ class CPUDecoder:
         self._attention = attention
         self._decode_layer = decode_layer
         self._layers = tuple(_layer_arrays(layer) for layer in model.weights.layers)
-        norms = [layer.input_norm for layer in model.weights.layers[1:]] + [model.weights.final_norm]
-        self._next_norms = tuple(norm.numpy() for norm in norms)
+        norms = [layer.input_norm for layer in model.weights.layers] + [model.weights.final_norm]
+        self._first_norm, *self._next_norms = (_present(norm) for norm in norms)
 
-    def forward(self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
         """See ``LlamaModel.forward``."""
         plan = self._attention.decode_arguments()
         if plan is None or not self._attention.is_decode_only:
-            return self._model.forward(token_ids, cos, sin, sample_rows)
+            return self._model.forward(token_ids, positions, cos, sin, sample_rows)
         ops, weights = self._model.ops, self._model.weights
         residual = weights.embed[token_ids]
-        x = ops.rms_norm(residual, weights.layers[0].input_norm, self._model.config.rms_norm_eps)
+        x = ops.rms_norm(residual, self._first_norm, self._model.config.norm_eps)
         self._run_layers(plan, x.numpy(), residual.numpy(), cos.numpy(), sin.numpy())
         return ops.linear(x[sample_rows], weights.lm_head, None)
 
     def _run_layers(self, plan: tuple[Any, ...], x: Array, residual: Array, cos: Array, sin: Array) -> None:
         config = self._model.config
-        eps, q_size = np.float32(config.rms_norm_eps), config.num_heads * config.head_dim
+        eps, q_size = np.float32(config.norm_eps), config.num_heads * config.head_dim
         widths = len(self._layers[0].qkv), q_size, 2 * config.intermediate_size, config.intermediate_size
         room = tuple(np.empty((len(x), width), np.float32) for width in widths)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             cache = self._attention.cache_arguments(index)
-            self._decode_layer(x, residual, tuple(layer), next_norm, eps, cos, sin, cache, plan, room)
+            self._decode_layer(x, residual, tuple(layer), next_norm.numpy(), eps, cos, sin, cache, plan, room)
 
 
 def _layer_arrays(layer: LayerWeights) -> LayerArrays:
@@ -90,11 +98,16 @@ def _layer_arrays(layer: LayerWeights) -> LayerArrays:
         o=layer.o.numpy(),
         o_bias=_or_empty(layer.o_bias),
         norm=layer.post_attention_norm.numpy(),
-        gate_up=layer.gate_up.numpy(),
+        gate_up=_present(layer.gate_up).numpy(),
         gate_up_bias=_or_empty(layer.gate_up_bias),
         down=layer.down.numpy(),
         down_bias=_or_empty(layer.down_bias),
     )
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "not a Llama's block"
+    return tensor
 
 
 def _or_empty(tensor: torch.Tensor | None) -> Array:

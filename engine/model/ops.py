@@ -54,11 +54,17 @@ class Ops(Protocol):
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """residual += x, in place; returns rms_norm(residual)."""
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension (arXiv 1607.06450)."""
+
     def rotate(self, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, norm: HeadNorm | None) -> None:
         """Norm (if any) and rotate q and k inside ``qkv``, in place. cos, sin float32 [rows, head_dim / 2], half layout."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[rows, 2n] -> silu(first half) * second half (SwiGLU, arXiv 2002.05202)."""
+
+    def gelu(self, x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
+        """x times the normal distribution function of x (arXiv 1606.08415); ``is_tanh``: by the paper's tanh approximation."""
 
 
 class TorchOps:
@@ -76,6 +82,9 @@ class TorchOps:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
     def rotate(self, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, norm: HeadNorm | None) -> None:
         q, k, _ = shape.split(qkv)
         if norm is not None:
@@ -89,3 +98,6 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu(self, x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh" if is_tanh else "none")

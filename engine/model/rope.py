@@ -23,6 +23,11 @@ def rope_frequencies(config: RopeConfig, length: int) -> tuple[torch.Tensor, flo
     return ROPE_FUNCTIONS[config.rope_type](config, length)
 
 
+def no_rope(config: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
+    """No angles: every element of a head is left alone."""
+    return torch.empty(0), 1.0
+
+
 def default_rope(config: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
     """theta^(-2i/d) (RoFormer, arXiv 2104.09864)."""
     return _inv_freq(config.theta, config.rotary_dim), 1.0
@@ -129,6 +134,7 @@ def _inv_freq(theta: float, rotary_dim: int) -> torch.Tensor:
 
 
 ROPE_FUNCTIONS: dict[str, RopeFunction] = {
+    "none": no_rope,
     "default": default_rope,
     "linear": linear_rope,
     "ntk": ntk_rope,

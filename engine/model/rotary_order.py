@@ -14,7 +14,7 @@ from engine.rope_config import RopeConfig
 
 def order_rotary_rows(weights: ModelWeights, rope: RopeConfig, num_heads: int, num_kv_heads: int) -> None:
     """Reorder the rows of q and k, their biases and their norms, in place."""
-    if not rope.is_interleaved and rope.rotary_dim == rope.head_dim:
+    if not rope.is_interleaved and rope.rotary_dim in (0, rope.head_dim):
         return
     order = rotary_order(rope).to(weights.embed.device)
     num_rows = (num_heads + num_kv_heads) * rope.head_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 from engine.errors import DamagedModelError, ModelNotFoundError, UnsupportedModelError
 from engine.model.checkpoint import PLAIN_ENCODINGS, Checkpoint, StoredTensor, encoded_nbytes
-from engine.model_config import ModelConfig
+from engine.model.gpt2_checkpoint import CAUSAL_MASK, name_like_llama
+from engine.model_config import GPT2, ModelConfig
 from engine.model_fields import shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -23,12 +25,15 @@ def open_folder(folder: Path) -> Checkpoint:
     config = _read_json(folder / "config.json")
     generation_config = _read_json(generation_path) if generation_path.exists() else None
     model_config = ModelConfig.from_hf(config, generation_config)
+    if model_config.architecture == GPT2:
+        return Checkpoint(folder, model_config, name_like_llama(folder, _tensors(folder, ignored=CAUSAL_MASK)))
     return Checkpoint(folder, model_config, _tensors(folder))
 
 
-def _tensors(folder: Path) -> dict[str, StoredTensor]:
+def _tensors(folder: Path, ignored: str = "") -> dict[str, StoredTensor]:
+    """All but those whose whole name the regular expression ``ignored`` matches; these may have types that are not supported."""
     if (folder / WEIGHTS).exists():
-        return _read_header(folder / WEIGHTS)
+        return _read_header(folder / WEIGHTS, ignored)
     if not (folder / INDEX).exists():
         raise ModelNotFoundError(f"no {WEIGHTS} and no {INDEX} in {folder}")
     weight_map = _read_json(folder / INDEX).get("weight_map")
@@ -37,10 +42,12 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
     shards: dict[str, dict[str, StoredTensor]] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, shard in weight_map.items():
+        if re.fullmatch(ignored, name):
+            continue
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise DamagedModelError(f"{folder / INDEX}: {shown(shard)} is not the name of a shard in this folder")
         if shard not in shards:
-            shards[shard] = _read_header(folder / shard)
+            shards[shard] = _read_header(folder / shard, ignored)
         if name not in shards[shard]:
             raise DamagedModelError(f"{folder / shard}: tensor {name}, which {INDEX} places here, is missing")
         tensors[name] = shards[shard][name]
@@ -50,7 +57,7 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(path: Path, ignored: str) -> dict[str, StoredTensor]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -62,7 +69,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ModelNotFoundError(f"cannot read {path}: {error.strerror}") from error
     header.pop("__metadata__", None)
-    return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    kept = {name: entry for name, entry in header.items() if not re.fullmatch(ignored, name)}
+    return {name: _stored(path, name, entry, 8 + length, size) for name, entry in kept.items()}
 
 
 def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:

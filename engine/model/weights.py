@@ -7,7 +7,7 @@ loaded weights and a few megabytes. Knows nothing of attention, batches or cache
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,15 +20,25 @@ from engine.model.gguf_checkpoint import open_gguf
 from engine.model.safetensors_checkpoint import open_folder
 from engine.model_config import ModelConfig
 
-EMBED, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+POSITIONS, FINAL_NORM = "model.embed_positions.weight", "model.norm"
+LAYER_NORMS = {
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_mlp_norm": "post_mlp_layernorm",
+}
 ROTARY_TABLE = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # follows from the config; old checkpoints store it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer. H query heads, KV kv heads, D head_dim, I intermediate size; a bias that the model lacks is None."""
+    """One decoder layer. H query heads, KV kv heads, D head_dim, I intermediate size; what the model lacks is None.
 
-    input_norm: torch.Tensor  # [hidden]
+    A pre-norm layer has ``input_norm``, a post-norm layer ``post_mlp_norm``. ``up`` is of an MLP without a gate.
+    """
+
+    input_norm: torch.Tensor | None  # [hidden]
+    input_norm_bias: torch.Tensor | None  # [hidden]
     qkv: torch.Tensor  # [(H + 2 KV) * D, hidden]: the rows of q, then k, then v
     qkv_bias: torch.Tensor | None  # [(H + 2 KV) * D]
     q_norm: torch.Tensor | None  # [D]
@@ -36,22 +46,29 @@ class LayerWeights:
     o: torch.Tensor  # [hidden, H * D]
     o_bias: torch.Tensor | None  # [hidden]
     post_attention_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * I, hidden]: the rows of gate, then up
+    post_attention_norm_bias: torch.Tensor | None  # [hidden]
+    gate_up: torch.Tensor | None  # [2 * I, hidden]: the rows of gate, then up
     gate_up_bias: torch.Tensor | None  # [2 * I]
+    up: torch.Tensor | None  # [I, hidden]
+    up_bias: torch.Tensor | None  # [I]
     down: torch.Tensor  # [hidden, I]
     down_bias: torch.Tensor | None  # [hidden]
+    post_mlp_norm: torch.Tensor | None  # [hidden]
+    post_mlp_norm_bias: torch.Tensor | None  # [hidden]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
     """All weights, of one dtype on one device, each contiguous and (on a CPU) 64-byte aligned.
 
-    ``lm_head`` is the very same tensor as ``embed`` where the model ties them.
+    ``lm_head`` is the very same tensor as ``embed`` where the model ties them. A post-norm model has no ``final_norm``.
     """
 
     embed: torch.Tensor  # [V, hidden]
+    positions: torch.Tensor | None = None  # [max_position_embeddings, hidden]
     layers: tuple[LayerWeights, ...]
-    final_norm: torch.Tensor  # [hidden]
+    final_norm: torch.Tensor | None  # [hidden]
+    final_norm_bias: torch.Tensor | None = None  # [hidden]
     lm_head: torch.Tensor  # [V, hidden]
 
     @property
@@ -65,14 +82,15 @@ class ModelWeights:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Each tensor once."""
         yield self.embed
-        yield self.final_norm
         if self.lm_head is not self.embed:
             yield self.lm_head
+        yield from _present((self.final_norm, self.final_norm_bias, self.positions))
         for layer in self.layers:
-            for name in LayerWeights.__slots__:
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    yield tensor
+            yield from _present(getattr(layer, name) for name in LayerWeights.__slots__)
+
+
+def _present(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in tensors if tensor is not None)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -134,36 +152,50 @@ class _Loader:
         embed = self._fused(EMBED)
         return ModelWeights(
             embed=embed,
+            positions=self._if_present(POSITIONS),
             layers=tuple(self._layer(i) for i in range(self._config.num_layers)),
-            final_norm=self._fused(FINAL_NORM),
+            final_norm=self._if_present(f"{FINAL_NORM}.weight"),
+            final_norm_bias=self._if_present(f"{FINAL_NORM}.bias"),
             lm_head=embed if self._config.tie_word_embeddings else self._fused(LM_HEAD),
         )
 
     def _layer(self, index: int) -> LayerWeights:
-        prefix, config = f"model.layers.{index}.", self._config
+        prefix = f"model.layers.{index}."
         qkv = [f"{prefix}self_attn.{part}_proj" for part in "qkv"]
         gate_up = [f"{prefix}mlp.{part}_proj" for part in ("gate", "up")]
+        gated, plain = (gate_up, []) if self._config.mlp == "swiglu" else ([], gate_up[1:])
         o, down = f"{prefix}self_attn.o_proj", f"{prefix}mlp.down_proj"
+        norms = {name: f"{prefix}{stored}" for name, stored in LAYER_NORMS.items()}
         return LayerWeights(
-            input_norm=self._fused(f"{prefix}input_layernorm.weight"),
-            qkv=self._weight(*qkv),
-            qkv_bias=self._bias(*qkv) if config.qkv_bias else None,
-            q_norm=self._weight(f"{prefix}self_attn.q_norm") if config.qk_norm else None,
-            k_norm=self._weight(f"{prefix}self_attn.k_norm") if config.qk_norm else None,
-            o=self._weight(o),
-            o_bias=self._bias(o) if config.o_bias else None,
-            post_attention_norm=self._weight(f"{prefix}post_attention_layernorm"),
-            gate_up=self._weight(*gate_up),
-            gate_up_bias=self._bias(*gate_up) if config.mlp_bias else None,
-            down=self._weight(down),
-            down_bias=self._bias(down) if config.mlp_bias else None,
+            input_norm=self._weight(norms["input_norm"]),
+            input_norm_bias=self._bias(norms["input_norm"]),
+            qkv=self._fused(*_weights(qkv)),
+            qkv_bias=self._bias(*qkv),
+            q_norm=self._weight(f"{prefix}self_attn.q_norm"),
+            k_norm=self._weight(f"{prefix}self_attn.k_norm"),
+            o=self._fused(*_weights([o])),
+            o_bias=self._bias(o),
+            post_attention_norm=self._fused(*_weights([norms["post_attention_norm"]])),
+            post_attention_norm_bias=self._bias(norms["post_attention_norm"]),
+            gate_up=self._weight(*gated),
+            gate_up_bias=self._bias(*gated),
+            up=self._weight(*plain),
+            up_bias=self._bias(*plain),
+            down=self._fused(*_weights([down])),
+            down_bias=self._bias(down),
+            post_mlp_norm=self._weight(norms["post_mlp_norm"]),
+            post_mlp_norm_bias=self._bias(norms["post_mlp_norm"]),
         )
 
-    def _weight(self, *modules: str) -> torch.Tensor:
-        return self._fused(*(f"{module}.weight" for module in modules))
+    def _weight(self, *modules: str) -> torch.Tensor | None:
+        return self._if_present(*_weights(modules))
 
-    def _bias(self, *modules: str) -> torch.Tensor:
-        return self._fused(*(f"{module}.bias" for module in modules))
+    def _bias(self, *modules: str) -> torch.Tensor | None:
+        return self._if_present(*(f"{module}.bias" for module in modules))
+
+    def _if_present(self, *names: str) -> torch.Tensor | None:
+        """None where the model has no such tensors: which it has was checked against the config when it was opened."""
+        return self._fused(*names) if names and names[0] in self._tensors else None
 
     def _fused(self, *names: str) -> torch.Tensor:
         """The named tensors below one another, in one allocation."""
@@ -180,6 +212,10 @@ class _Loader:
     def _report(self, num_bytes: int) -> None:
         self._done += num_bytes
         self._progress(self._done, self._total)
+
+
+def _weights(modules: Iterable[str]) -> list[str]:
+    return [f"{module}.weight" for module in modules]
 
 
 def _checked_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
@@ -217,7 +253,10 @@ def _drop_tied_head(path: Path, tensors: dict[str, StoredTensor]) -> None:
 def _expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that a model of this config has, each once: a tied lm_head is the embedding."""
     yield EMBED, (config.vocab_size, config.hidden_size)
-    yield FINAL_NORM, (config.hidden_size,)
+    if config.has_learned_positions:
+        yield POSITIONS, (config.max_position_embeddings, config.hidden_size)
+    if not config.is_post_norm:
+        yield from _norm_shapes(config, FINAL_NORM).items()
     if not config.tie_word_embeddings:
         yield LM_HEAD, (config.vocab_size, config.hidden_size)
     layer = _layer_shapes(config)
@@ -226,20 +265,28 @@ def _expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...
             yield f"model.layers.{i}.{name}", shape
 
 
+def _norm_shapes(config: ModelConfig, module: str) -> dict[str, tuple[int, ...]]:
+    kinds = ("weight", "bias") if config.norm_bias else ("weight",)
+    return {f"{module}.{kind}": (config.hidden_size,) for kind in kinds}
+
+
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, q_rows, kv_rows = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    first, last = LAYER_NORMS["input_norm"], LAYER_NORMS["post_mlp_norm"]
+    shapes = _norm_shapes(config, LAYER_NORMS["post_attention_norm"]) | _norm_shapes(
+        config, last if config.is_post_norm else first
+    )
     if config.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
-    matrices = (
+    up = ("mlp.gate_proj", "mlp.up_proj") if config.mlp == "swiglu" else ("mlp.up_proj",)
+    matrices = [
         ("self_attn.q_proj", q_rows, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv_rows, hidden, config.qkv_bias),
         ("self_attn.v_proj", kv_rows, hidden, config.qkv_bias),
         ("self_attn.o_proj", hidden, q_rows, config.o_bias),
-        ("mlp.gate_proj", config.intermediate_size, hidden, config.mlp_bias),
-        ("mlp.up_proj", config.intermediate_size, hidden, config.mlp_bias),
+        *((name, config.intermediate_size, hidden, config.mlp_bias) for name in up),
         ("mlp.down_proj", hidden, config.intermediate_size, config.mlp_bias),
-    )
+    ]
     for name, num_rows, num_columns, bias in matrices:
         shapes[f"{name}.weight"] = (num_rows, num_columns)
         if bias:

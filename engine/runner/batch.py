@@ -15,11 +15,12 @@ from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
 class ForwardBatch:
     """Everything the model needs for a step.
 
-    token_ids int64 [rows]; cos, sin float32 [rows, rotary_dim / 2]; sample_rows int64 [samples], the last row of each sequence that
+    token_ids, positions int64 [rows]; cos, sin float32 [rows, rotary_dim / 2]; sample_rows int64 [samples], the last row of each sequence that
     samples, in the order of ``specs``; ``sampling_sequences`` are their places in the plan.
     """
 
     token_ids: torch.Tensor
+    positions: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     sample_rows: torch.Tensor
@@ -33,6 +34,7 @@ def build_batch(
 ) -> ForwardBatch:
     """``window``: how many tokens a query sees, its own included; None is all."""
     token_ids: list[int] = []
+    all_positions: list[int] = []
     rope_rows: list[int] = []
     slots: list[int] = []
     items: list[WorkItem] = []
@@ -43,6 +45,7 @@ def build_batch(
         items.append(_work_item(sequence, len(token_ids), block_size, window))
         positions = range(sequence.start, sequence.seq_len)
         token_ids.extend(sequence.token_ids)
+        all_positions.extend(positions)
         rope_rows.extend(rope.row(sequence.rope_class, position) for position in positions)
         table, first = sequence.block_table, sequence.first_block
         slots.extend(table[p // block_size - first] * block_size + p % block_size for p in positions)
@@ -53,6 +56,7 @@ def build_batch(
     rows = torch.tensor(rope_rows, dtype=torch.long, device=device)
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.long, device=device),
+        positions=torch.tensor(all_positions, dtype=torch.long, device=device),
         cos=rope.cos[rows],
         sin=rope.sin[rows],
         sample_rows=torch.tensor(sample_rows, dtype=torch.long, device=device),

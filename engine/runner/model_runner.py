@@ -45,14 +45,14 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> tuple[ForwardBatch, torch.Tensor]:
         """The batch, and logits [samples, vocab_size] of the sequences that sample; makes the copies, writes the step's K and V."""
         batch = self._prepare(plan)
-        return batch, self._model.forward(batch.token_ids, batch.cos, batch.sin, batch.sample_rows)
+        return batch, self._model.forward(batch.token_ids, batch.positions, batch.cos, batch.sin, batch.sample_rows)
 
     @torch.inference_mode()
     def score(self, plan: StepPlan) -> torch.Tensor:
         """Logits [rows, vocab_size] of every token of the plan; writes their K and V."""
         batch = self._prepare(plan)
         rows = torch.arange(len(batch.token_ids), device=self._device)
-        return self._model.forward(batch.token_ids, batch.cos, batch.sin, rows)
+        return self._model.forward(batch.token_ids, batch.positions, batch.cos, batch.sin, rows)
 
     def _prepare(self, plan: StepPlan) -> ForwardBatch:
         """Move and copy blocks, and tell the attention what comes."""

@@ -46,7 +46,7 @@ def test_llama_config_is_read() -> None:
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         max_position_embeddings=256,
         rope=RopeConfig(rope_type="default", theta=5e5, head_dim=16, rotary_dim=16),
         tie_word_embeddings=True,
@@ -117,7 +117,7 @@ def test_both_rope_spellings(changes: dict[str, object], found: tuple[str, float
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"architectures": ["GPTJForCausalLM"]}, ["architectures", "GPTJForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, ["architectures"]),
         ({"architectures": None, "model_type": "gemma"}, ["gemma"]),
         ({"model_type": "granite"}, ["model_type", "granite"]),

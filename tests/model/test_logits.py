@@ -13,16 +13,16 @@ from engine.model.cpu_decoder import CPUDecoder
 from engine.request import SamplingParams
 from engine.runner.model_runner import ModelRunner
 from engine.sched.plan import SampleSpec, ScheduledSequence, StepPlan
-from tests.model.tiny_models import ARCHITECTURES, make_model
+from tests.model.tiny_models import ARCHITECTURES, GPT2S, make_gpt2, make_model
 
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), seed=0, position=0)
 BLOCK_SIZE = 4
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *GPT2S])
 def test_logits_match_transformers(name: str, backend: str, tmp_path: Path) -> None:
-    model = make_model(name, tmp_path)
+    model = (make_gpt2 if name in GPT2S else make_model)(name, tmp_path)
     tokens = torch.randint(3, 199, (50,), generator=torch.Generator().manual_seed(3)).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]

@@ -17,7 +17,7 @@ CONFIG = ModelConfig(
     num_heads=6,
     num_kv_heads=2,
     head_dim=8,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     max_position_embeddings=128,
     rope=RopeConfig(rope_type="default", theta=1e4, head_dim=8, rotary_dim=8),
     tie_word_embeddings=True,

@@ -46,7 +46,7 @@ def test_the_logits_stay(name: str, tmp_path: Path) -> None:
         attention.plan(AttentionWork((WorkItem(0, 9, 0, (0,), 0, 9),), tuple(range(9)), 16))
         rope = RopeTable((RopeClass("", config.rope, 9, 9),), CPU)
         model = LlamaModel(config, weights, TorchOps(), attention)
-        logits = model.forward(torch.arange(3, 12), rope.cos[:9], rope.sin[:9], torch.arange(9))
+        logits = model.forward(torch.arange(3, 12), torch.arange(9), rope.cos[:9], rope.sin[:9], torch.arange(9))
         seen.append((logits, storage.v(1)[0, :, :9]))
     (plain, plain_v), (rotated_logits, rotated_v) = seen
     torch.testing.assert_close(rotated_logits, plain, atol=2e-5, rtol=2e-5)

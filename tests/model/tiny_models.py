@@ -40,13 +40,37 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
 }
 
+# GPT-2's own names for the same shape; its config writes them all, whatever the model is built from.
+GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": 199,
+    "n_positions": 128,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+GPT2S: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2-exact-gelu": {"activation_function": "gelu", "n_inner": 80, "tie_word_embeddings": False},
+}
+
+
+def make_gpt2(name: str, folder: Path) -> Any:
+    """As ``make_model``."""
+    return _made(transformers.GPT2LMHeadModel, {**GPT2_SHAPE, **GPT2S[name]}, len(name), folder)
+
 
 def make_model(name: str, folder: Path) -> Any:
     """Save the model into ``folder`` and return transformers' own, in float32."""
     class_name, extra = ARCHITECTURES[name]
-    torch.manual_seed(len(name))
-    model_class = getattr(transformers, class_name)
-    model = model_class(model_class.config_class(**{**SHAPE, **extra})).float().eval()
+    return _made(getattr(transformers, class_name), {**SHAPE, **extra}, len(name), folder)
+
+
+def _made(model_class: Any, config: dict[str, Any], seed: int, folder: Path) -> Any:
+    torch.manual_seed(seed)
+    model = model_class(model_class.config_class(**config)).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases that are not 1 and 0, so that leaving one out shows
             parameter.add_(torch.randn_like(parameter) * 0.05)

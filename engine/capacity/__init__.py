@@ -1,0 +1,1 @@
+"""What a model of a given shape takes, before anything is loaded. Knows numbers only: no tensors, no files."""
