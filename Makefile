@@ -36,7 +36,7 @@ help:
 
 .venv/.installed-dev: .venv/.installed
 	@echo "installing what the tests need"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,loadtest]'
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,loadtest,demo]'
 	@touch $@
 
 install: .venv/.installed

@@ -217,6 +217,38 @@ def pull(name: Annotated[str, typer.Argument(help="Built-in name or hub id.")]) 
     print(path)
 
 
+@app.command()
+def longcontext(
+    model: Annotated[str, typer.Argument(help="As for serve.")] = "octavo-tiny",
+    out: Annotated[
+        Path, typer.Option(help="Folder for report.json, report.md and the plots; a run that was cut goes on there.")
+    ] = Path("longcontext"),
+    multiples: Annotated[str, typer.Option(help="Lengths to try, as multiples of the trained one.")] = "1,2,4,8",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of text in each cell.")] = 32_768,
+    passkeys: Annotated[int, typer.Option(min=1, help="Passkey documents at each depth and length.")] = 2,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to read; by default what octavo-tiny was not trained on.")
+    ] = None,
+) -> None:
+    """Perplexity and passkey retrieval past the trained length, for each RoPE scaling: a table, plots and JSON."""
+    from rich.console import Console
+
+    from engine.evaluate.longcontext import StudyOptions
+    from engine.evaluate.longcontext import longcontext as study
+
+    options = StudyOptions(
+        model=model, out=out, multiples=_parse_multiples(multiples), tokens=tokens, passkeys=passkeys, text=text
+    )
+    print(study(options, Console(stderr=True)), end="")
+
+
+def _parse_multiples(value: str) -> tuple[int, ...]:
+    parts = value.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"multiples must be whole numbers above 0, such as 1,2,4; got {value!r}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def run_server(settings: Settings) -> None:
     """Serve until a signal. After a second signal the process ends here and now, whatever a thread is still at."""
     sock = bind(settings.host, settings.port)
