@@ -77,6 +77,8 @@ def _stream_shape(config: EngineConfig, model: ModelConfig) -> StreamShape:
         raise ConfigError(
             f"--window is for models without a sliding window; this one has one of {model.sliding_window:,} tokens"
         )
+    if model.has_learned_positions:
+        raise ConfigError("--window turns cached keys to other positions, which learned positions do not allow: it needs RoPE")
     if config.cache.kv_dtype in SEALED_TYPES:
         raise ConfigError(f"--window turns cached keys, which a cache in {config.cache.kv_dtype} cannot: use a float format")
     sinks, size = DEFAULT_SINKS if config.attention_sinks is None else config.attention_sinks, config.cache.block_size

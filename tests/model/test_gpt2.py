@@ -122,6 +122,7 @@ def load(folder: Path, **config: Any) -> LoadedEngine:
     [
         ({"max_model_len": 129}, ["129", "128", "learned table"]),
         ({"rope_scaling": json.dumps({"rope_type": "yarn", "factor": 2.0})}, ["--rope-scaling", "128", "learned table"]),
+        ({"window": 64}, ["--window", "learned positions"]),
         ({"rope_policy": "ladder"}, ["--rope-policy ladder", "128", "learned table"]),
     ],
 )
