@@ -31,9 +31,9 @@ class ClassRunner(RecordingRunner):
                 self.classes[target] = self.classes[source]
         for sequence in plan.sequences:
             for position in range(sequence.start, sequence.seq_len):
-                self.classes[self._slot(sequence.block_table, position)] = sequence.rope_class
+                self.classes[self._slot(sequence, position)] = sequence.rope_class
         for sequence in plan.sequences:
-            slots = (self._slot(sequence.block_table, position) for position in range(sequence.seq_len))
+            slots = (self._slot(sequence, position) for position in range(sequence.seq_len))
             assert {self.classes[slot] for slot in slots} == {sequence.rope_class}
         return super().execute(plan)
 
