@@ -272,10 +272,8 @@ def _norm_shapes(config: ModelConfig, module: str) -> dict[str, tuple[int, ...]]
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, q_rows, kv_rows = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    first, last = LAYER_NORMS["input_norm"], LAYER_NORMS["post_mlp_norm"]
-    shapes = _norm_shapes(config, LAYER_NORMS["post_attention_norm"]) | _norm_shapes(
-        config, last if config.is_post_norm else first
-    )
+    norms = ("post_attention_norm", "post_mlp_norm") if config.is_post_norm else ("input_norm", "post_attention_norm")
+    shapes = {name: shape for norm in norms for name, shape in _norm_shapes(config, LAYER_NORMS[norm]).items()}
     if config.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
     up = ("mlp.gate_proj", "mlp.up_proj") if config.mlp == "swiglu" else ("mlp.up_proj",)
