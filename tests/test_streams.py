@@ -105,7 +105,7 @@ def twin_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     with torch.inference_mode():
         for position, token in enumerate(tokens):
             attention.step(position)
-            logits.append(model.forward(torch.tensor([token]), one, 0 * one, row)[0])
+            logits.append(model.forward(torch.tensor([token]), torch.tensor([position]), one, 0 * one, row)[0])
     return torch.stack(logits)
 
 
