@@ -17,9 +17,11 @@ _CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """Wait until the leader has computed ``num_tokens``. ``num_resident`` were there already when the request was first held."""
+    """Wait until the leader has computed ``num_tokens``, as long as it does so in ``rope_class``. ``num_resident`` were there
+    already when the request was first held."""
 
     leader_id: str
+    rope_class: int
     num_tokens: int
     num_resident: int
 
@@ -39,7 +41,9 @@ class InFlight:
     def is_held(self, request_id: str, running: Mapping[str, Request]) -> bool:
         hold = self._holds.get(request_id)
         leader = running.get(hold.leader_id) if hold is not None else None
-        return hold is not None and leader is not None and leader.num_computed_tokens < hold.num_tokens
+        if hold is None or leader is None or leader.namespace.rope_class != hold.rope_class:
+            return False
+        return leader.num_computed_tokens < hold.num_tokens
 
     def hold_back(self, request: Request, match: PrefixMatch, running: Mapping[str, Request]) -> bool:
         """Hold the request if a running one is to compute at least a block more of its tokens than ``match`` found."""
@@ -52,7 +56,7 @@ class InFlight:
             return False
         earlier = self._holds.get(request.request_id)
         num_resident = earlier.num_resident if earlier is not None else match.num_tokens
-        self._holds[request.request_id] = _Hold(leader_id=best[1], num_tokens=best[0], num_resident=num_resident)
+        self._holds[request.request_id] = _Hold(best[1], request.namespace.rope_class, best[0], num_resident)
         return True
 
     def forget(self, request_id: str) -> int | None:

@@ -87,6 +87,24 @@ def test_what_is_cached_in_the_next_class_is_not_computed_again() -> None:
     assert sum(core.step().stats.num_regrown_tokens for _ in range(12) if core.has_work) == 0
 
 
+def test_nobody_waits_for_one_that_has_moved_up() -> None:
+    """What it computes again is of another class."""
+    scheduler = make_scheduler(num_blocks=100, budget=8, max_num_seqs=2)
+    core = EngineCore(scheduler, ClassRunner(4), block_bytes=64, clock=lambda: 0.0)
+    leader = make_request("leader", range(60), max_tokens=60)
+    leader.rope_limits = (64, 400)
+    follower = make_request("follower", [*range(60), 900, 901], max_tokens=4)
+    other = make_request("other", range(500, 520), max_tokens=4)
+    for request in (leader, follower, other):
+        core.add(request)
+    while other.finish_reason is None:
+        core.step()
+    assert leader.namespace.rope_class == 1
+    assert leader.is_regrowing
+    assert 0 < leader.num_computed_tokens < 60, "it is still at what the follower has no use for"
+    assert not scheduler._in_flight.is_held("follower", scheduler._running)
+
+
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 2**32 - 1), budget=st.sampled_from((3, 16, 64)), block_size=st.sampled_from((2, 4)))
 def test_whatever_comes_every_request_gets_its_own_tokens(seed: int, budget: int, block_size: int) -> None:

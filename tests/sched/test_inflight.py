@@ -223,14 +223,12 @@ def test_a_thousand_requests_that_wait_for_one_long_prefix_cost_little() -> None
         core.add(make_request(str(index), [*prefix, index, 1, 2], max_tokens=2))
     core.step()
     assert manager.num_matches == 1, "the first takes the whole step"
-    longest, num_matches = 0.0, 1
+    num_matches = 1
     while core.has_work:
-        output = core.step()
-        longest = max(longest, output.stats.step_seconds)
+        core.step()
         assert manager.num_matches - num_matches <= 64, "as many as can run at most"
         num_matches = manager.num_matches
     assert manager.num_matches <= 2 * 1000, "once when it comes, and once when the prefix is there"
-    assert longest < 1.0, "a step that looks at 64 long prompts takes some 20 ms"
 
 
 @given(a=st.lists(st.integers(0, 2)), b=st.lists(st.integers(0, 2)), shared=st.lists(st.integers(0, 2), max_size=600))
