@@ -52,6 +52,11 @@ def _plan_streams(config: EngineConfig, model: ModelConfig, cache_tokens: int) -
     """Positions are places in the cache: the scaling has to reach these, whatever a request's length."""
     shape, max_model_len = _stream_shape(config, model), config.max_model_len or MAX_STREAM_LEN
     rope = plan_rope(model, config.rope_scaling, config.rope_policy, None)
+    if max_model_len <= shape.max_tokens:
+        raise ConfigError(
+            f"attention sinks and window take {shape.max_tokens:,} tokens in whole blocks, and no request may become longer than"
+            f" {max_model_len:,}; raise --max-model-len or leave out --window"
+        )
     if shape.max_tokens > rope.max_len:
         raise ConfigError(
             f"attention sinks and window take {shape.max_tokens:,} tokens in whole blocks, more than the {rope.max_len:,} that"

@@ -106,7 +106,7 @@ def _machine_rows(runs: Sequence[Run], weight_bytes: float | None, cache_bytes: 
         facts.append(("decode: share of the memory's reading speed", [_read_share(run, weight_bytes) for run in runs]))
     if weight_bytes is not None and cache_bytes is not None:
         known = weight_bytes + cache_bytes
-        facts.append(("peak RSS beside weights and cache, MiB", [_peak_beside(run, known) for run in runs]))
+        facts.append(("PSS beside weights and cache, MiB", [_pss_beside(run, known) for run in runs]))
     return [
         f"| {title} | " + " | ".join("-" if value is None else _short(value) for value in values) + " |"
         for title, values in facts
@@ -119,9 +119,9 @@ def _scaled(part: dict[str, Any] | None, key: str, scale: float) -> float | None
     return None if value is None else value * scale
 
 
-def _peak_beside(run: Run, known_bytes: float) -> float | None:
-    peak = _scaled(run["memory"], "peak_rss", 1)
-    return None if peak is None else (peak - known_bytes) / 2**20
+def _pss_beside(run: Run, known_bytes: float) -> float | None:
+    pss = _scaled(run["memory"], "pss", 1)
+    return None if pss is None else (pss - known_bytes) / 2**20
 
 
 def _read_share(run: Run, weight_bytes: float) -> float | None:

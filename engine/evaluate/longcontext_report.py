@@ -49,10 +49,12 @@ def _plot_perplexity(settings: dict[str, Any], figures: Figures, path: Path) -> 
     trained, most = settings["trained_length"], max(settings["multiples"])
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
+    drawn: list[list[float]] = []
     for name, cells in figures.items():
         values = cells[most]["by_position"]
-        width = most * trained / len(values)
-        axes.plot([width * (i + 0.5) for i in range(len(values))], values, marker=".", label=name)
+        width, style = most * trained / len(values), ":" if values in drawn else "-"  # two of one rotation lie on each other
+        axes.plot([width * (i + 0.5) for i in range(len(values))], values, style, marker=".", linewidth=2, label=name)
+        drawn.append(values)
     axes.axvline(trained, color="grey", linestyle="--", linewidth=1)
     axes.set(yscale="log", xlabel=f"position (tokens; trained: {trained:,})", ylabel="perplexity", title=settings["model"])
     axes.legend()
