@@ -14,7 +14,7 @@ from engine.rope_classes import RopeClass, RopePlan, plan_rope, rope_classes
 
 DEFAULT_SINKS = 4
 MAX_STREAM_LEN = 2**20
-"""Tokens of a stream where no limit is given: their ids are kept in host memory, their K and V are not."""
+"""The most tokens of a stream: their ids are kept in host memory, their K and V are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ def _plan_streams(config: EngineConfig, model: ModelConfig, cache_tokens: int) -
     """Positions are places in the cache: the scaling has to reach these, whatever a request's length."""
     shape, max_model_len = _stream_shape(config, model), config.max_model_len or MAX_STREAM_LEN
     rope = plan_rope(model, config.rope_scaling, config.rope_policy, None)
+    if max_model_len > MAX_STREAM_LEN:
+        raise ConfigError(f"max_model_len {max_model_len:,} is more than the {MAX_STREAM_LEN:,} tokens that a stream may have")
     if max_model_len <= shape.max_tokens:
         raise ConfigError(
             f"attention sinks and window take {shape.max_tokens:,} tokens in whole blocks, and no request may become longer than"

@@ -226,7 +226,7 @@ class EngineInfo:
 
     def limited_by(self, limit: int) -> str:
         """What limits requests to ``limit`` tokens, where it is not simply the context asked for: the end of a message."""
-        if limit == self.num_blocks * self.block_size:
+        if self.holds_all and limit == self.num_blocks * self.block_size:
             return f", all that the KV cache holds ({self.num_blocks} blocks of {self.block_size})"
         if limit == self.position_table_len:
             return ", the rows of its learned position table, past which no position exists and no scaling reaches"

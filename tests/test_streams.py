@@ -226,6 +226,8 @@ def test_what_cannot_be_streamed_is_refused_by_name(tiny: Path, tmp_path: Path) 
         LLM(str(tiny), cache=CacheConfig(memory_bytes=200 * BLOCK_BYTES, block_size=8), attention_sinks=4, window=75)
     with pytest.raises(InsufficientMemoryError, match="68 tokens in whole blocks; the KV cache holds 64"):
         make_llm(tiny, num_blocks=16)
+    with pytest.raises(ConfigError, match="1,048,577 is more than the 1,048,576 tokens"):
+        make_llm(tiny, max_model_len=2**20 + 1)
     with pytest.raises(ConfigError, match="68 tokens in whole blocks, and no request may become longer than 68"):
         make_llm(tiny, max_model_len=68)
     with pytest.raises(ConfigError, match="--window"):

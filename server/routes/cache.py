@@ -143,7 +143,14 @@ async def _pin(service: Service, body: PinBody) -> dict[str, Any]:
     (token_ids,) = await tokenize(engine.tokenizer, body.prompts)
     sampling = SamplingParams(temperature=0.0, max_tokens=body.max_tokens, ignore_eos=True)
     engine.check(token_ids, sampling)
-    block_size = service.require_info().block_size
+    info = service.require_info()
+    block_size = info.block_size
+    if info.is_stream(len(token_ids) + body.max_tokens):
+        raise InvalidRequestError(
+            f"requests of more than {info.stream_len:,} tokens keep a window of their own and share nothing, so there is nothing to pin;"
+            " send a shorter prompt or max_tokens",
+            param="prompt",
+        )
     if len(token_ids) < block_size:
         raise InvalidRequestError(
             f"prompt has {len(token_ids)} tokens; only whole blocks of {block_size} can be pinned", param="prompt"

@@ -26,7 +26,7 @@ from engine.errors import ControlRefusedError, EngineDeadError
 from engine.kv.survey import NamespaceView, PrefixView
 from engine.request import Namespace
 from server.auth import ApiKey, derive_salt
-from tests.fakes import BOS, FakeEngine
+from tests.fakes import BOS, FakeEngine, fake_info
 
 ROUTES = (
     ("GET", "/v1/cache"),
@@ -199,6 +199,15 @@ async def test_refusals_of_the_cache_are_409_with_its_words_and_a_dead_engine_is
         dead = await http.post("/reset_prefix_cache", headers=ADMIN)
     assert (refused.status_code, dead.status_code) == (409, 503)
     assert refused.json()["error"]["message"] == "pins would hold 9 blocks"
+
+
+async def test_what_is_never_shared_cannot_be_pinned(client) -> None:
+    engine = FakeEngine(info=fake_info(stream_len=20))
+    async with admin(client, engine) as http:
+        refused = await http.post("/v1/cache/pin", json={"prompt": "a" * 17, "ttl": 60, "max_tokens": 4}, headers=ADMIN)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        assert "more than 20 tokens" in refused.json()["error"]["message"]
+    assert (engine.commands, engine.requests) == ([], [])
 
 
 async def test_unpinning_what_is_not_there_is_404(client) -> None:
